@@ -1,0 +1,172 @@
+"""attend: the one op. It checks its arguments, chooses a backend and runs it under torch's autograd.
+
+Backends are reached through two registered operators, `rla::attend` and `rla::attend_backward`, so that torch.compile
+traces through them. A Method travels through their schemas as JSON, an absent tensor comes back as an empty one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..method import Method, get_method
+from . import reference
+from .backends import BACKENDS, choose
+from .checks import check, state_dtype
+
+
+class State(NamedTuple):
+    """What a sequence leaves behind, [N, H, K, V] each, float32 (float64 for float64 inputs)."""
+
+    S: Tensor
+    R: Tensor | None = None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor | None = None,
+    beta: Tensor | None = None,
+    gamma: Tensor | None = None,
+    *,
+    method: str | Method = "rdn",
+    state: State | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, State]:
+    """Residual linear attention and its family, causal, linear in T.
+
+    Args:
+        q, k: `[B, T, H, K]`. L2-normalised here if the method says so (`Method.qk_norm`). There is no scale factor.
+        v: `[B, T, H, V]`, or with a multiple of the heads of q and k: value head h then reads key head `h // (HV // H)`,
+            and gates and states have the heads of v.
+        log_alpha: natural logarithm of the decay, `<= 0`, `-inf` allowed: `[B, T, H]`, or `[B, T, H, K]` for methods with
+            vector decay. None: no decay.
+        beta, gamma: rates of S and R, `[B, T, H]`. None: 1.
+        method: a name in `rla.METHODS` or a `rla.Method`.
+        state: what an earlier call returned, to continue from. None: zeros.
+        cu_seqlens: `[N + 1]` int, bounds of N sequences packed along T (then B is 1); they don't see each other.
+        backend: a name in `rla.backends()`; None chooses the fastest that serves these tensors.
+
+    Returns:
+        The output `[B, T, H, V]` in the dtype of q, and the `State` after the last token of each sequence. Both are
+        differentiable in every tensor argument. A sequence cut anywhere, with the state handed over, gives the same.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 256, 4, 64).unbind()
+        >>> out, state = rla.attend(q, k, v, torch.full((1, 256, 4), -0.01), method="rla")
+    """
+    method = get_method(method)
+    check(q, k, v, log_alpha, beta, gamma, method=method, state=state, cu_seqlens=cu_seqlens)
+    name = choose(backend, q, v, method)
+    gamma = beta if method.gamma == "tied" and method.has_residual else gamma
+    S0, R0 = (None, None) if state is None else (state.S, state.R)
+    inputs = (q, k, v, log_alpha, beta, gamma, S0, R0)
+    if name == "reference":
+        o, S, R = reference.forward(*inputs, cu_seqlens, method)
+        return o, State(S, R)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    o, S, R, _ = _attend(*inputs, cu_seqlens, _encode(method), name, save)
+    return o, State(S, R if method.has_R else None)
+
+
+@functools.lru_cache
+def _to_json(method: Method) -> str:
+    return json.dumps(dataclasses.asdict(method))
+
+
+@torch.compiler.assume_constant_result
+def _encode(method: Method) -> str:
+    return _to_json(method)
+
+
+@functools.lru_cache
+def _decode(text: str) -> Method:
+    return Method(**json.loads(text))
+
+
+@torch.library.custom_op("rla::attend", mutates_args=())
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor | None,
+    beta: Tensor | None,
+    gamma: Tensor | None,
+    S0: Tensor | None,
+    R0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    method: str,
+    backend: str,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    forward = BACKENDS[backend].module.forward
+    return forward(q, k, v, log_alpha, beta, gamma, S0, R0, cu_seqlens, _decode(method), save)
+
+
+@_attend.register_fake
+def _(q, k, v, log_alpha, beta, gamma, S0, R0, cu_seqlens, method, backend, save):  # noqa: ANN001, ANN202
+    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    dtype, m = state_dtype(q.dtype), _decode(method)
+    S = q.new_empty(N, HV, K, V, dtype=dtype)
+    saved = q.new_empty(BACKENDS[backend].module.saved_shape(q, v, N, m) if save else 0, dtype=dtype)
+    return q.new_empty(B, T, HV, V), S, torch.empty_like(S) if m.has_R else S.new_empty(0), saved
+
+
+@torch.library.custom_op("rla::attend_backward", mutates_args=())
+def _attend_backward(
+    do: Tensor,
+    dS: Tensor,
+    dR: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor | None,
+    beta: Tensor | None,
+    gamma: Tensor | None,
+    S0: Tensor | None,
+    R0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: Tensor,
+    method: str,
+    backend: str,
+) -> list[Tensor]:
+    inputs = (q, k, v, log_alpha, beta, gamma, S0, R0)
+    backward = BACKENDS[backend].module.backward
+    grads = backward(do, dS, dR, *inputs, cu_seqlens, saved, _decode(method))
+    return [q.new_empty(0) if grad is None else grad for grad in grads]
+
+
+@_attend_backward.register_fake
+def _(do, dS, dR, q, k, v, log_alpha, beta, gamma, S0, R0, cu_seqlens, saved, method, backend):  # noqa: ANN001, ANN202
+    inputs = (q, k, v, log_alpha, beta, gamma, S0, R0)
+    return [q.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+
+
+def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
+    *tensors, ctx.method, ctx.backend, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, output[3])
+    ctx.mark_non_differentiable(output[3])
+    ctx.out_shape, ctx.state_shape = output[0].shape, output[1].shape
+
+
+def _backward(ctx, do, dS, dR, _):  # noqa: ANN001, ANN202
+    *inputs, cu_seqlens, saved = ctx.saved_tensors
+    q = inputs[0]
+    zeros = functools.partial(q.new_zeros, ctx.state_shape, dtype=saved.dtype)
+    do = q.new_zeros(ctx.out_shape) if do is None else do
+    dS = zeros() if dS is None else dS
+    dR = (zeros() if dR is None else dR) if _decode(ctx.method).has_R else None
+    grads = _attend_backward(do, dS, dR, *inputs, cu_seqlens, saved, ctx.method, ctx.backend)
+    return (*(None if x is None else grad for x, grad in zip(inputs, grads, strict=True)), None, None, None, None)
+
+
+_attend.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,238 @@
+"""The native CPU backend: a ctypes binding of the C++ kernels in csrc/, built by setup.py into _native.so.
+
+Tensors come in detached and checked. Inputs keep their strides as long as the last dimension is contiguous; gates
+become contiguous float32. The kernels take q, k, v in float32, bfloat16 or float16, sum in float32 and keep states
+in float32; they use as many threads as torch would, and give the same bits for any number of them.
+
+`saved`, what forward leaves for backward, holds the states at every 128th token in panels of value columns,
+[slots, heads, S and R, elements]: backward computes the rest again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import struct
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..method import Method
+
+MAX_SIZE = 256  # of K and V
+_HERE = Path(__file__).parent
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_CORRECTIONS = {"none": 0, "token": 1, "fitted": 2}
+_LOSSES = {"l2": 0, "huber": 1, "logcosh": 2}
+_ARGS = struct.Struct("=50qd")  # struct Args in csrc/args.h: 24 pointers, 7 sizes, 12 strides, 7 switches, the clip
+
+
+class _Library:
+    """The loaded library, or the reason why there is none."""
+
+    def __init__(self) -> None:
+        self.missing: str | None = None
+        path = Path(os.environ.get("RLA_NATIVE_LIBRARY", _HERE / "_native.so"))
+        if not path.exists():
+            reason = _HERE / "_native.txt"
+            self.missing = reason.read_text().strip() if reason.exists() else f"{path.name} is not built; run make"
+            return
+        try:
+            library = ctypes.CDLL(str(path))
+            library.rla_stamp.restype = library.rla_isa.restype = ctypes.c_char_p
+            stamp = library.rla_stamp().decode()
+            size = library.rla_args_size()
+        except (OSError, AttributeError) as error:
+            self.missing = f"{path.name} does not load: {error}"
+            return
+        if (_HERE / "csrc").exists() and stamp.split(":")[1] != _source_hash():
+            self.missing = f"{path.name} was built from other sources; run make"
+            return
+        assert size == _ARGS.size
+        self.isa: str = library.rla_isa().decode()
+        self.panel: int = library.rla_panel()
+        self.segment: int = library.rla_segment()
+        for name in ("forward", "backward", "step"):
+            function = getattr(library, f"rla_{name}")
+            function.argtypes, function.restype = [ctypes.c_char_p], None
+            setattr(self, name, function)
+
+
+def _source_hash() -> str:
+    digest = hashlib.sha256()
+    for path in sorted((_HERE / "csrc").iterdir()):
+        if path.suffix in (".h", ".cpp"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _library() -> _Library:
+    return _Library()
+
+
+def missing() -> str | None:
+    """Why the kernels cannot be used on this machine; None if they can."""
+    return _library().missing
+
+
+def isa() -> str:
+    """The instruction set in use: portable, avx2 or avx512."""
+    return _library().isa
+
+
+def refuses(q: Tensor, v: Tensor, log_alpha: Tensor | None, method: Method) -> str | None:
+    """Why the kernels cannot serve these tensors; None if they can."""
+    if q.device.type != "cpu":
+        return f"native runs on the CPU; q is on {q.device}"
+    if q.dtype not in _DTYPES:
+        return f"native computes in float32 (float32, bfloat16 or float16 inputs); q is {q.dtype}"
+    K, V = q.shape[-1], v.shape[-1]
+    if not (1 <= K <= MAX_SIZE and 1 <= V <= MAX_SIZE):
+        return f"native serves K and V from 1 to {MAX_SIZE}; got K={K}, V={V}"
+    if log_alpha is not None and log_alpha.ndim == 4:
+        return "native has no vector decay"
+    return None
+
+
+def saved_shape(q: Tensor, v: Tensor, N: int, method: Method) -> tuple[int, ...]:
+    """The shape of `saved`. A packed sequence of l tokens fills (l - 1) // segment slots, so T // segment are enough."""
+    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    library = _library()
+    slots = T // library.segment if N != B else B * (max(T - 1, 0) // library.segment)
+    return slots, HV, 1 + method.has_R, -(-V // library.panel) * library.panel * K
+
+
+def _pointer(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _float(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(torch.float32).contiguous()
+
+
+@functools.cache
+def _switches(method: Method) -> tuple[tuple[int, ...], float]:
+    words = (method.rule == "delta", _CORRECTIONS[method.correction], method.gate_output, _LOSSES[method.loss], method.qk_norm)
+    return tuple(map(int, words)), float(method.clip)
+
+
+def _same_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if q.dtype == k.dtype == v.dtype:
+        return _rows(q), _rows(k), _rows(v)
+    return tuple(_rows(x.to(torch.float32)) for x in (q, k, v))  # type: ignore[return-value]
+
+
+def _call(name: str, method: Method, q: Tensor, k: Tensor, v: Tensor, N: int, do: Tensor | None, pointers: tuple[int, ...]) -> None:
+    """Run a kernel. `pointers`: those of struct Args from `o` on."""
+    (delta, *switches), clip = _switches(method)
+    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    packed = _ARGS.pack(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), _pointer(do), *pointers,
+        B, T, H, HV, K, V, N,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *((0, 0, 0) if do is None else do.stride()[:3]),
+        _DTYPES[q.dtype], delta, *switches, torch.get_num_threads(), clip,
+    )  # fmt: skip
+    getattr(_library(), name)(packed)
+
+
+def forward(
+    q: Tensor,  # [B, T, H, K]
+    k: Tensor,
+    v: Tensor,  # [B, T, HV, V]
+    log_alpha: Tensor | None,  # [B, T, HV]
+    beta: Tensor | None,
+    gamma: Tensor | None,
+    S0: Tensor | None,  # [N, HV, K, V] float32
+    R0: Tensor | None,
+    cu_seqlens: Tensor | None,  # [N + 1] int64
+    method: Method,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, final S, final R (empty if the method has none), and what backward needs (empty unless `save`)."""
+    dtype = q.dtype
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    q, k, v = _same_dtype(q, k, v)
+    log_alpha, beta, gamma, S0, R0 = map(_float, (log_alpha, beta, gamma, S0, R0))
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    B, T, HV, V = v.shape
+    o = q.new_empty(B, T, HV, V)
+    S = q.new_empty(N, HV, q.shape[3], V, dtype=torch.float32)
+    R = torch.empty_like(S) if method.has_R else S.new_empty(0)
+    saved = S.new_empty(saved_shape(q, v, N, method) if save else 0)
+    pointers = (
+        o.data_ptr(), 0, 0, 0, *map(_pointer, (log_alpha, beta, gamma, S0, R0)), 0, 0,
+        S.data_ptr(), R.data_ptr(), saved.data_ptr(), 0, 0, 0, 0, 0, _pointer(cu_seqlens),
+    )  # fmt: skip
+    _call("forward", method, q, k, v, N, None, pointers)
+    return o.to(dtype), S, R, saved
+
+
+def backward(
+    do: Tensor,  # [B, T, HV, V]
+    dS: Tensor | None,  # [N, HV, K, V]
+    dR: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor | None,
+    beta: Tensor | None,
+    gamma: Tensor | None,
+    S0: Tensor | None,
+    R0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: Tensor,
+    method: Method,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, log_alpha, beta, gamma, S0, R0; None for what is None."""
+    inputs = (q, k, v, log_alpha, beta, gamma, S0, R0)
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    q, k, v = _same_dtype(q, k, v)
+    do = _rows(do.to(q.dtype))
+    log_alpha, beta, gamma, S0, R0, dS, dR = map(_float, (log_alpha, beta, gamma, S0, R0, dS, dR))
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    da, db, dg = (None if x is None else torch.empty_like(x) for x in (log_alpha, beta, gamma))
+    dS0, dR0 = (None if x is None else torch.empty_like(x) for x in (S0, R0))
+    if not method.has_residual and dg is not None:
+        dg.zero_()
+    if not method.has_R and dR0 is not None:
+        dR0.zero_()
+    pointers = (
+        0, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), *map(_pointer, (log_alpha, beta, gamma, S0, R0, dS, dR)),
+        0, 0, saved.data_ptr(), *map(_pointer, (da, db, dg, dS0, dR0, cu_seqlens)),
+    )  # fmt: skip
+    _call("backward", method, q, k, v, N, do, pointers)
+    gradients = (dq, dk, dv, da, db, dg, dS0, dR0)
+    return tuple(None if x is None or g is None else g.to(x.dtype) for x, g in zip(inputs, gradients, strict=True))
+
+
+def step(
+    q: Tensor,  # [B, 1, H, K]
+    k: Tensor,
+    v: Tensor,  # [B, 1, HV, V]
+    log_alpha: Tensor | None,  # [B, 1, HV]
+    beta: Tensor | None,
+    gamma: Tensor | None,
+    S: Tensor,  # [B, HV, K, V] float32 contiguous, updated in place
+    R: Tensor | None,
+    method: Method,
+) -> Tensor:
+    """One token. Returns the output [B, 1, HV, V]."""
+    dtype = q.dtype
+    q, k, v = _same_dtype(q, k, v)
+    log_alpha, beta, gamma = map(_float, (log_alpha, beta, gamma))
+    o = q.new_empty(v.shape)
+    pointers = (
+        o.data_ptr(), 0, 0, 0, *map(_pointer, (log_alpha, beta, gamma)), 0, 0, 0, 0,
+        S.data_ptr(), _pointer(R), 0, 0, 0, 0, 0, 0, 0,
+    )  # fmt: skip
+    _call("step", method, q, k, v, q.shape[0], None, pointers)
+    return o if o.dtype == dtype else o.to(dtype)

@@ -1,0 +1,26 @@
+"""Test set-up: one thread per worker, poisoned memory on request."""
+
+import os
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # see `rla doctor`; before torch's first product
+
+import pytest
+import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Fill uninitialised memory with NaN, so that reading it shows."""
+
+    def poisoned(make):
+        def wrapper(*args, **kwargs):
+            x = make(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return wrapper
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
