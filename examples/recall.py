@@ -88,7 +88,9 @@ def main() -> None:
         table.add_column(f"{pairs}", justify="right")
     for name in rla.METHODS:
         cells = [errors[name, pairs].mean().item() for pairs in PAIRS]
-        table.add_row(name, *(f"[bold]{e:.3f}[/]" if e <= best[n] + 5e-4 else f"{e:.3f}" for n, e in zip(PAIRS, cells, strict=True)))
+        table.add_row(
+            name, *(f"[bold]{e:.3f}[/]" if e <= best[n] + 5e-4 else f"{e:.3f}" for n, e in zip(PAIRS, cells, strict=True))
+        )
     console.print(table)
     console.print(
         f"0 is a perfect memory, 1 an empty one; bold: the best of a column. Each pair is shown {REPEATS} times. "

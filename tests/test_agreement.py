@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from common import ALL, WEIRD, Case, assert_agrees, assert_close, call, make, run, skip_unless_serves, upcast
 
 import rla
+from common import ALL, WEIRD, Case, assert_agrees, assert_close, call, make, run, skip_unless_serves, upcast
 from rla.ops.backends import BACKENDS
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -116,7 +116,9 @@ EXTREMES = {
 
 
 @pytest.mark.parametrize("extreme", EXTREMES)
-@pytest.mark.parametrize("name", ("retnet", "gla", "sgla", "gdn", "rla", "rdn", "rla-sum", "rdn-sum", "rdn-nofit", "vector-rdn"))
+@pytest.mark.parametrize(
+    "name", ("retnet", "gla", "sgla", "gdn", "rla", "rdn", "rla-sum", "rdn-sum", "rdn-nofit", "vector-rdn")
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_extreme_gates(backend, name, extreme):
     dtype = torch.float64 if backend == "chunked" else torch.float32
@@ -137,7 +139,7 @@ def test_extreme_gates(backend, name, extreme):
 @pytest.mark.parametrize("name", ("rla", "rdn"))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_residual_exactly_at_the_clip_bound(backend, name):
-    """psi has slope 1 at the bound itself, as torch.clamp has; with S = 0 the first residual is v."""
+    """Psi has slope 1 at the bound itself, as torch.clamp has; with S = 0 the first residual is v."""
     dtype = torch.float64 if backend == "chunked" else torch.float32
     case = Case(B=1, T=1, H=1, K=3, V=4)
     skip_unless_serves(backend, ALL[name], dtype, case)

@@ -1,14 +1,13 @@
 """attend: the one op. It checks its arguments, chooses a backend and runs it under torch's autograd.
 
 Backends are reached through two registered operators, `rla::attend` and `rla::attend_backward`, so that torch.compile
-traces through them. A Method travels through their schemas as JSON, an absent tensor comes back as an empty one.
+traces through them. A Method travels through their schemas as text, an absent tensor comes back as an empty one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,8 @@ from ..method import Method, get_method
 from . import reference
 from .backends import BACKENDS, choose
 from .checks import check, state_dtype
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Method))
 
 
 class State(NamedTuple):
@@ -76,19 +77,17 @@ def attend(
     return o, State(S, R if method.has_R else None)
 
 
-@functools.lru_cache
-def _to_json(method: Method) -> str:
-    return json.dumps(dataclasses.asdict(method))
-
-
-@torch.compiler.assume_constant_result
 def _encode(method: Method) -> str:
-    return _to_json(method)
+    """A Method as text, by means that torch.compile can trace."""
+    return " ".join([str(getattr(method, name)) for name in _FIELDS])
 
 
 @functools.lru_cache
 def _decode(text: str) -> Method:
-    return Method(**json.loads(text))
+    words = dict(zip(_FIELDS, text.split(), strict=True))
+    flags = {name: words.pop(name) == "True" for name in ("gate_output", "qk_norm")}
+    clip = float(words.pop("clip"))
+    return Method(**words, **flags, clip=clip)  # type: ignore[arg-type]
 
 
 @torch.library.custom_op("rla::attend", mutates_args=())
@@ -111,7 +110,7 @@ def _attend(
 
 
 @_attend.register_fake
-def _(q, k, v, log_alpha, beta, gamma, S0, R0, cu_seqlens, method, backend, save):  # noqa: ANN001, ANN202
+def _(q, k, v, log_alpha, beta, gamma, S0, R0, cu_seqlens, method, backend, save):
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dtype, m = state_dtype(q.dtype), _decode(method)
@@ -145,12 +144,12 @@ def _attend_backward(
 
 
 @_attend_backward.register_fake
-def _(do, dS, dR, q, k, v, log_alpha, beta, gamma, S0, R0, cu_seqlens, saved, method, backend):  # noqa: ANN001, ANN202
+def _(do, dS, dR, q, k, v, log_alpha, beta, gamma, S0, R0, cu_seqlens, saved, method, backend):
     inputs = (q, k, v, log_alpha, beta, gamma, S0, R0)
     return [q.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
 
-def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
+def _setup_context(ctx, inputs, output) -> None:
     *tensors, ctx.method, ctx.backend, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[3])
@@ -158,7 +157,7 @@ def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
     ctx.out_shape, ctx.state_shape = output[0].shape, output[1].shape
 
 
-def _backward(ctx, do, dS, dR, _):  # noqa: ANN001, ANN202
+def _backward(ctx, do, dS, dR, _):
     *inputs, cu_seqlens, saved = ctx.saved_tensors
     q = inputs[0]
     zeros = functools.partial(q.new_zeros, ctx.state_shape, dtype=saved.dtype)

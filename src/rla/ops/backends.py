@@ -1,13 +1,12 @@
 """The table of backends and the choice among them.
 
-A backend is a module with the functions `missing`, `refuses`, `saved_shape`, `forward` and `backward` (see chunked.py), imported
-when it is first asked for. The reference is apart: autograd differentiates it, so it needs no registration with torch.
+A backend is a module with the functions `refuses`, `saved_shape`, `forward` and `backward` (see chunked.py). The reference is
+apart: autograd differentiates it.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import warnings
 from dataclasses import dataclass
 from types import ModuleType
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..method import Method
+from . import chunked
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,13 @@ class Backend:
     name: str
     devices: tuple[str, ...]  # device types it is chosen for; empty: any
     summary: str
-
-    @property
-    def module(self) -> ModuleType:
-        return importlib.import_module(f"rla.ops.{self.name}")
+    module: ModuleType
+    missing: str | None  # why it can't be used on this machine
 
 
 # In order of preference; the reference is never chosen by itself.
 BACKENDS = {
-    b.name: b
-    for b in (
-        Backend("chunked", (), "chunked form in PyTorch; every method, device and dtype"),
-    )
+    b.name: b for b in (Backend("chunked", (), "chunked form in PyTorch; every method, device and dtype", chunked, None),)
 }
 NAMES = (*BACKENDS, "reference")
 
@@ -52,8 +47,7 @@ def backends() -> dict[str, BackendStatus]:
     """Which backends can be used on this machine, and why the others can't."""
     rows = {}
     for name, backend in BACKENDS.items():
-        why = backend.module.missing()
-        rows[name] = BackendStatus(name, why is None, why or backend.summary)
+        rows[name] = BackendStatus(name, backend.missing is None, backend.missing or backend.summary)
     rows["reference"] = BackendStatus("reference", True, "the paper's recurrence token by token; slow, exact, for checking")
     return rows
 
@@ -63,28 +57,24 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-@torch.compiler.assume_constant_result
-def _choose(name: str | None, device: str, dtype: torch.dtype, K: int, V: int, vector: bool) -> str:
+def choose(name: str | None, q: Tensor, v: Tensor, method: Method) -> str:
+    """The backend to use. A named one that can't serve raises; an automatic choice moves on to the next."""
+    problem = (q.device.type, q.dtype, q.shape[3], v.shape[3], method.decay == "vector")
     if name is not None:
         if name not in NAMES:
             raise ValueError(f"backend: expected one of {', '.join(NAMES)} or None; got {name!r}")
         if name != "reference":
-            module = BACKENDS[name].module
-            why = module.missing() or module.refuses(device, dtype, K, V, vector)
+            why = BACKENDS[name].missing or BACKENDS[name].module.refuses(*problem)
             if why is not None:
                 raise ValueError(f"backend: {name!r} can't serve this call: {why}")
         return name
     for backend in BACKENDS.values():
-        if backend.devices and device not in backend.devices:
+        if backend.devices and q.device.type not in backend.devices:
             continue
-        why = backend.module.missing()
-        if why is not None:
-            _warn_once(f"rla: backend {backend.name!r} is not usable here ({why}); using a slower one. See `rla doctor`.")
-        elif backend.module.refuses(device, dtype, K, V, vector) is None:
+        if backend.missing is not None:
+            if not torch.compiler.is_compiling():
+                why = f"backend {backend.name!r} is not usable here ({backend.missing})"
+                _warn_once(f"rla: {why}; using a slower one. See `rla doctor`.")
+        elif backend.module.refuses(*problem) is None:
             return backend.name
     raise AssertionError("chunked serves everything")
-
-
-def choose(name: str | None, q: Tensor, v: Tensor, method: Method) -> str:
-    """The backend to use. A named one that can't serve raises; an automatic choice moves on to the next."""
-    return _choose(name, q.device.type, q.dtype, q.shape[3], v.shape[3], method.decay == "vector")

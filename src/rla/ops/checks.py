@@ -106,9 +106,8 @@ def _check_layout(
         if x.shape[2] == 0 or x.shape[3] == 0:
             raise ValueError(f"{name}: expected at least one head and one channel; got shape {_shape(x)}")
     (B, T, H, K), HV = q.shape, v.shape[2]
-    for name, x in gates.items():
-        if x is None:
-            continue
+    given = {name: x for name, x in gates.items() if x is not None}
+    for name, x in given.items():
         vector = name == "log_alpha" and method.decay == "vector"
         wanted = "[B, T, H, K], one decay per key channel (Method.decay='vector')" if vector else "[B, T, H]"
         if x.dim() != (4 if vector else 3):
@@ -128,14 +127,13 @@ def _check_layout(
     if k.shape != q.shape:
         raise ValueError(f"k: expected the shape of q, [B, T, H, K] = {_shape(q)}; got {_shape(k)}")
     if v.shape[:2] != q.shape[:2]:
-        raise ValueError(f"v: expected [B, T, ...] = {[B, T, ...]} as in q; got {_shape(v)}".replace("Ellipsis", "..."))
+        raise ValueError(f"v: expected [B, T, ...] = [{B}, {T}, ...] as in q; got {_shape(v)}")
     if HV % H:
         raise ValueError(f"v: expected a multiple of the {H} heads of q and k; got {HV} heads, shape {_shape(v)}")
-    for name, x in gates.items():
-        if x is not None:
-            wanted = [B, T, HV, K] if x.dim() == 4 else [B, T, HV]
-            if list(x.shape) != wanted:
-                raise ValueError(f"{name}: expected shape {wanted}, with the heads of v; got {_shape(x)}")
+    for name, x in given.items():
+        shape = [B, T, HV, K] if x.dim() == 4 else [B, T, HV]
+        if list(x.shape) != shape:
+            raise ValueError(f"{name}: expected shape {shape}, with the heads of v; got {_shape(x)}")
 
 
 def _swapped(a: torch.Size, b: torch.Size) -> bool:

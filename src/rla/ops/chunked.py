@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,11 +30,6 @@ from .reference import NORM_EPS, psi
 
 CHUNK = 64
 CHUNK_VECTOR = 16  # vector decay forms C x C x K differences
-
-
-def missing() -> str | None:
-    """Why this backend can't be used on this machine."""
-    return None
 
 
 def refuses(device: str, dtype: torch.dtype, K: int, V: int, vector: bool) -> str | None:
@@ -56,7 +52,7 @@ def _steps(B: int, T: int, bounds: list[int] | None, C: int) -> Iterator[tuple[s
             yield slice(0, B), slice(start, min(start + C, T)), slice(0, B), slice(chunk, chunk + B)
             chunk += B
     else:
-        for n, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for n, (first, last) in enumerate(pairwise(bounds)):
             for start in range(first, last, C):
                 yield slice(0, 1), slice(start, min(start + C, last)), slice(n, n + 1), slice(chunk, chunk + 1)
                 chunk += 1
@@ -76,7 +72,7 @@ def forward(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, final S, final R (empty without one) and the states before each chunk (empty unless `save`)."""
-    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
     dtype = torch.promote_types(q.dtype, torch.float32)
     bounds = None if cu_seqlens is None else cu_seqlens.tolist()
     N = B if bounds is None else len(bounds) - 1
@@ -130,12 +126,13 @@ def backward(
         Sn, Rn = saved[chunks, 0], saved[chunks, 1] if method.has_R else None
         c.scan(Sn, Rn, method)
         do_c = do[rows, tokens].transpose(1, 2).to(saved.dtype)
-        dS[states], dR_c, *grads_c = c.adjoint(do_c, dS[states], dR[states], Sn, Rn, method)
-        if method.has_R:
+        dS_c, dR_c, *grads_c = c.adjoint(do_c, dS[states], dR[states], Sn, Rn, method)
+        dS[states] = dS_c
+        if dR_c is not None:
             dR[states] = dR_c
         for x, dx in zip(grads, grads_c, strict=True):
-            if x is not None and dx is not None:
-                x[rows, tokens] = dx.transpose(1, 2).to(x.dtype)
+            if x is not None:
+                x[rows, tokens] = dx.transpose(1, 2).reshape(x[rows, tokens].shape)
     return (*grads, dS if S0 is not None else None, dR if R0 is not None else None)
 
 
@@ -147,12 +144,12 @@ def _segment_sums(a: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, dim: int) -> Tensor:
-    """x moved one place along `dim`, zero first."""
+    """X moved one place along `dim`, zero first."""
     return torch.cat((torch.zeros_like(x.narrow(dim, 0, 1)), x.narrow(dim, 0, x.shape[dim] - 1)), dim)
 
 
 def _product(x: Tensor, y: Tensor, D: Tensor) -> Tensor:
-    """sum over channels of x_i y_j D_ij: [..., C, C]."""
+    """Sum over channels of x_i y_j D_ij: [..., C, C]."""
     if D.shape[-1] == 1:
         return (x @ y.mT) * D[..., 0]
     return torch.einsum("...ik,...jk,...ijk->...ij", x, y, D)
@@ -184,7 +181,7 @@ class _Chunk:
     E_: Tensor  # E'
 
     @classmethod
-    def load(cls, q, k, v, log_alpha, beta, gamma, rows: slice, tokens: slice, method: Method) -> _Chunk:  # noqa: ANN001
+    def load(cls, q, k, v, log_alpha, beta, gamma, rows: slice, tokens: slice, method: Method) -> _Chunk:
         dtype = torch.promote_types(q.dtype, torch.float32)
         group = v.shape[2] // q.shape[2]
 
@@ -197,8 +194,8 @@ class _Chunk:
                 norm = x.norm(dim=-1, keepdim=True)
                 x = x / norm.clamp_min(NORM_EPS)
             if group > 1:
-                x, norm = (None if y is None else y.repeat_interleave(group, 1) for y in (x, norm))
-            return x, norm  # type: ignore[return-value]
+                x, norm = x.repeat_interleave(group, 1), None if norm is None else norm.repeat_interleave(group, 1)
+            return x, norm
 
         (q, q_norm), (k, k_norm), v = heads(q), heads(k), take(v).contiguous()
         one = v.new_ones(*v.shape[:3], 1)
@@ -262,7 +259,7 @@ class _Chunk:
 
     def adjoint(
         self, do: Tensor, dS: Tensor, dR: Tensor, S: Tensor, R: Tensor | None, method: Method
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Adjoints of the states before the chunk, then of q, k, v, log_alpha, beta, gamma in the chunk."""
         q, k, v, beta, gamma, u, kL = self.q, self.k, self.v, self.beta, self.gamma, self.u, self.kL
         delta, residual = method.rule == "delta", method.has_residual
@@ -357,8 +354,7 @@ class _Chunk:
         db[..., :-1, :] += db_[..., 1:, :]
         da = db.flip(-2).cumsum(-2).flip(-2)
         dq, dk = self._to_inputs(dq, q, self.q_norm), self._to_inputs(dk, k, self.k_norm)
-        dlog_alpha = da if da.shape[-1] > 1 else da[..., 0]
-        return dS_in, dR_in, dq, dk, dv, dlog_alpha, dbeta[..., 0], dgamma[..., 0] if residual else None
+        return dS_in, dR_in, dq, dk, dv, da, dbeta, dgamma
 
     def _to_inputs(self, dx: Tensor, x: Tensor, norm: Tensor | None) -> Tensor:
         """From normalised, repeated heads back to those of the input."""

@@ -13,6 +13,8 @@ Autograd differentiates it; any device and dtype. Sums and states are float32 (f
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,10 +48,10 @@ def forward(
         return _recur(q, k, v, log_alpha, beta, gamma, S0, R0, method)
     bounds = cu_seqlens.tolist()
     runs = []
-    for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for n, (start, end) in enumerate(pairwise(bounds)):
         tokens = [None if x is None else x[:, start:end] for x in (q, k, v, log_alpha, beta, gamma)]
         states = [None if x is None else x[n : n + 1] for x in (S0, R0)]
-        runs.append(_recur(*tokens, *states, method))  # type: ignore[arg-type]
+        runs.append(_recur(*tokens, *states, method))  # type: ignore[arg-type,call-arg]
     o, S, R = zip(*runs, strict=True)
     return torch.cat(o, 1), torch.cat(S), torch.cat(R) if method.has_R else None
 

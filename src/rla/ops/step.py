@@ -68,5 +68,5 @@ def _step(
 
 
 @_step.register_fake
-def _(q, k, v, log_alpha, beta, gamma, S, R, method, backend):  # noqa: ANN001, ANN202
+def _(q, k, v, log_alpha, beta, gamma, S, R, method, backend):
     return torch.empty_like(v, memory_format=torch.contiguous_format)
