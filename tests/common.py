@@ -160,6 +160,16 @@ def assert_agrees(method, case: Case, backend: str, dtype, seed=0, decay=2.0, ch
     assert_close(grads, want_grads, dtype, gradients=True)
 
 
+def served(names) -> list[tuple[str, str]]:
+    """(backend, method) for parametrize: what each backend claims to serve, whether or not it is built here."""
+    return [
+        (backend, name)
+        for backend in BACKENDS
+        for name in names
+        if BACKENDS[backend].module.refuses("cpu", torch.float32, 8, 8, ALL[name].decay == "vector") is None
+    ]
+
+
 def skip_unless_serves(backend: str, method: rla.Method, dtype, case: Case) -> None:
     """Skip what a backend says it doesn't do; a kernel that is missing altogether skips with the reason."""
     why = BACKENDS[backend].missing or BACKENDS[backend].module.refuses("cpu", dtype, case.K, case.V, method.decay == "vector")

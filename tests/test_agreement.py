@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rla
-from common import ALL, WEIRD, Case, assert_agrees, assert_close, call, make, run, skip_unless_serves, upcast
+from common import ALL, WEIRD, Case, assert_agrees, assert_close, call, make, run, served, skip_unless_serves, upcast
 from rla.ops.backends import BACKENDS
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -14,8 +14,7 @@ MAIN = ("gla", "sgla", "gdn", "rla", "rdn", "rdn-sum", "rdn-nofit", "vector-rdn"
 
 
 @pytest.mark.parametrize("case", WEIRD)
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "name"), served(ALL))
 def test_weird_shapes(backend, name, case):
     for dtype in (torch.float64, torch.float32):
         if dtype == torch.float32 or backend == "chunked":
@@ -25,15 +24,13 @@ def test_weird_shapes(backend, name, case):
 
 @pytest.mark.parametrize("dtype", ("bf16", "f16"))
 @pytest.mark.parametrize("case", ("T65", "packed", "grouped"))
-@pytest.mark.parametrize("name", MAIN)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "name"), served(MAIN))
 def test_half_precision(backend, name, case, dtype):
     skip_unless_serves(backend, ALL[name], DTYPES[dtype], WEIRD[case])
     assert_agrees(ALL[name], WEIRD[case], backend, DTYPES[dtype])
 
 
-@pytest.mark.parametrize("name", MAIN)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "name"), served(MAIN))
 def test_float32_gates_with_half_inputs(backend, name):
     skip_unless_serves(backend, ALL[name], torch.bfloat16, WEIRD["T65"])
     x = make(ALL[name], WEIRD["T65"], torch.bfloat16)
@@ -44,8 +41,7 @@ def test_float32_gates_with_half_inputs(backend, name):
     assert_close(grads, want_grads, torch.bfloat16, gradients=True)
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "name"), served(ALL))
 def test_split_at_every_point(backend, name):
     """A sequence cut anywhere, with the state handed over, is the sequence in one piece."""
     dtype = torch.float64 if backend == "chunked" else torch.float32
@@ -62,8 +58,7 @@ def test_split_at_every_point(backend, name):
         assert_close(got, want, dtype)
 
 
-@pytest.mark.parametrize("name", ("gla", "sgla", "gdn", "rla", "rdn"))
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "name"), served(("gla", "sgla", "gdn", "rla", "rdn")))
 def test_gradients_flow_through_a_handed_over_state(backend, name):
     dtype = torch.float64 if backend == "chunked" else torch.float32
     method, case = ALL[name], Case(B=2, T=80, H=2, K=6, V=5)
@@ -136,8 +131,7 @@ def test_extreme_gates(backend, name, extreme):
         assert_agrees(ALL[name], case, backend, dtype, change=EXTREMES[extreme])
 
 
-@pytest.mark.parametrize("name", ("rla", "rdn"))
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "name"), served(("rla", "rdn")))
 def test_residual_exactly_at_the_clip_bound(backend, name):
     """Psi has slope 1 at the bound itself, as torch.clamp has; with S = 0 the first residual is v."""
     dtype = torch.float64 if backend == "chunked" else torch.float32
@@ -157,8 +151,7 @@ def test_residual_exactly_at_the_clip_bound(backend, name):
     assert (dv.flatten() != 0).tolist() == [True, True, False, True]
 
 
-@pytest.mark.parametrize("name", ("sgla", "gdn", "rla", "rdn"))
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "name"), served(("sgla", "gdn", "rla", "rdn")))
 def test_long_sequence_does_not_drift(backend, name):
     """20,000 tokens with slow decay: the end is as right as the beginning."""
     dtype = torch.float64 if backend == "chunked" else torch.float32

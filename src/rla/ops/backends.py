@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..method import Method
-from . import chunked
+from . import chunked, native
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,17 @@ class Backend:
 
 # In order of preference; the reference is never chosen by itself.
 BACKENDS = {
-    b.name: b for b in (Backend("chunked", (), "chunked form in PyTorch; every method, device and dtype", chunked, None),)
+    b.name: b
+    for b in (
+        Backend(
+            "native",
+            ("cpu",),
+            "C++ kernels for CPUs, S and R in one pass; no vector decay or float64, K and V up to 256",
+            native,
+            native.missing(),
+        ),
+        Backend("chunked", (), "chunked form in PyTorch; every method, device and dtype", chunked, None),
+    )
 }
 NAMES = (*BACKENDS, "reference")
 

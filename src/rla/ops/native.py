@@ -84,18 +84,15 @@ def isa() -> str:
     return _library().isa
 
 
-def refuses(q: Tensor, v: Tensor, log_alpha: Tensor | None, method: Method) -> str | None:
-    """Why the kernels cannot serve these tensors; None if they can."""
-    if q.device.type != "cpu":
-        return f"native runs on the CPU; q is on {q.device}"
-    if q.dtype not in _DTYPES:
-        return f"native computes in float32 (float32, bfloat16 or float16 inputs); q is {q.dtype}"
-    K, V = q.shape[-1], v.shape[-1]
-    if not (1 <= K <= MAX_SIZE and 1 <= V <= MAX_SIZE):
-        return f"native serves K and V from 1 to {MAX_SIZE}; got K={K}, V={V}"
-    if log_alpha is not None and log_alpha.ndim == 4:
-        return "native has no vector decay"
-    return None
+def refuses(device: str, dtype: torch.dtype, K: int, V: int, vector: bool) -> str | None:
+    """Why the kernels cannot serve such tensors; None if they can."""
+    if device != "cpu":
+        return f"native runs on the CPU; q is on {device}"
+    if dtype not in _DTYPES:
+        return f"native computes in float32 (float32, bfloat16 or float16 inputs); q is {dtype}"
+    if K > MAX_SIZE or V > MAX_SIZE:
+        return f"native serves K and V up to {MAX_SIZE}; got K = {K}, V = {V}"
+    return "native has no vector decay" if vector else None
 
 
 def saved_shape(q: Tensor, v: Tensor, N: int, method: Method) -> tuple[int, ...]:
@@ -130,7 +127,9 @@ def _same_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
     return tuple(_rows(x.to(torch.float32)) for x in (q, k, v))  # type: ignore[return-value]
 
 
-def _call(name: str, method: Method, q: Tensor, k: Tensor, v: Tensor, N: int, do: Tensor | None, pointers: tuple[int, ...]) -> None:
+def _call(
+    name: str, method: Method, q: Tensor, k: Tensor, v: Tensor, N: int, do: Tensor | None, pointers: tuple[int, ...]
+) -> None:
     """Run a kernel. `pointers`: those of struct Args from `o` on."""
     (delta, *switches), clip = _switches(method)
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]

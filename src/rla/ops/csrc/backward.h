@@ -1,0 +1,349 @@
+// Backward: segments from the last to the first. Each is recomputed from its saved states, swept (sweep.h), and
+// finished here: what sums over value columns and over the value heads of a key head.
+//
+//     dqk = (do u^T) * Du + go * (do w^T) * D        Du: the decays in Au
+//     dkk = dG * D + dG' * D'
+//     dq = (through the states) + dqk k
+//     dk = (through the states) + dqk^T q + (dkk + dkk^T) k
+//     X = entries times their decays D, Y = those with D'
+//     db' = rows(Y) + dE';   db = rows(X) - cols(X) - cols(Y) + dE - dL + db';   db_C += sum(dL) + exp(b_C) <dS, S>
+//     dlog_alpha = reverse_cumsum(db) - db'
+//
+// Sums over blocks of value columns run in a fixed order, and the blocks depend on shapes only.
+#pragma once
+#include "sweep.h"
+
+namespace RLA_ISA {
+
+struct Finish {
+  float *dqk, *dkk, *dqkT, *dkkT;  // [CP][C][NR]
+  float *columns;                  // [C]
+  float *row;                      // [C, ldk]
+
+  void carve(Arena& m, const Problem& p) {
+    for (float** x : {&dqk, &dkk, &dqkT, &dkkT}) *x = m.floats(C * C);
+    columns = m.floats(C);
+    row = m.floats(C * p.ldk);
+  }
+};
+
+// A part's entry summed over the blocks, in the order of the blocks. `parts` are `step` apart.
+INLINE V add_parts(const Part* parts, int64_t step, int64_t blocks, float* Part::*field, int64_t at) {
+  V x = load(parts->*field + at);
+  for (int64_t b = 1; b < blocks; ++b) x += load(parts[b * step].*field + at);
+  return x;
+}
+INLINE float add_part(const Part* parts, int64_t step, int64_t blocks, float* Part::*field, int64_t at) {
+  float x = (parts->*field)[at];
+  for (int64_t b = 1; b < blocks; ++b) x += (parts[b * step].*field)[at];
+  return x;
+}
+
+// dqk and dkk in panels, and the gradients of the gates.
+inline void finish_pairs(const Problem& p, const Task& task, const Chunk& ch, const Part* parts, int64_t step,
+                         int64_t blocks, const Finish& f) {
+  const Args& a = p.a;
+  const bool keys = p.delta || p.residual;
+  float db[C], dbp[C], dgamma[C];
+  VI lane;
+  for (int j = 0; j < W; ++j) lane[j] = j;
+  memset(f.columns, 0, C * 4);
+  for (int64_t i = 0; i < ch.c; ++i) {
+    V rows_x = V{}, rows_y = V{}, rows_go = V{}, go = splat(ch.go[i]);
+    for (int64_t j = 0; j <= i; j += W) {
+      const int64_t panel = j / NR * C * NR + i * NR + j % NR, at = i * C + j;
+      const VI lower = lane + (int32_t)j <= (int32_t)i, strict = lane + (int32_t)j < (int32_t)i;
+      const V D = load(ch.D + at), Dp = i ? load(ch.D + at - C) : V{};
+      V x = V{}, y = V{}, dqk, dkk = V{};
+      V pu = add_parts(parts, step, blocks, &Part::Pu, panel);
+      dqk = select(p.residual ? strict : lower, pu * (p.sum ? Dp : D), V{});
+      (p.sum ? y : x) = select(p.residual ? strict : lower, pu * load(ch.Au + at), V{});
+      if (p.fitted) {
+        V pw = add_parts(parts, step, blocks, &Part::Pw, panel);
+        V A = select(lower, pw * load(ch.A + at), V{});
+        rows_go += A;
+        x += go * A;
+        dqk += select(lower, go * pw * D, V{});
+      }
+      if (p.delta) {
+        V g = add_parts(parts, step, blocks, &Part::dG, panel);
+        x += select(strict, g * load(ch.G + at), V{});
+        dkk += select(strict, g * D, V{});
+      }
+      if (p.residual) {
+        V g = add_parts(parts, step, blocks, &Part::dGp, panel);
+        y += select(strict, g * load(ch.Gp + at), V{});
+        dkk += select(strict, g * Dp, V{});
+      }
+      rows_x += x;
+      rows_y += y;
+      store(f.columns + j, load(f.columns + j) + x + y);
+      store(f.dqk + panel, dqk);
+      if (keys) store(f.dkk + panel, dkk);
+    }
+    for (int64_t j = i / W * W + W; j % NR; j += W) {  // the rest of the panel on the diagonal
+      const int64_t panel = j / NR * C * NR + i * NR + j % NR;
+      store(f.dqk + panel, V{});
+      if (keys) store(f.dkk + panel, V{});
+    }
+    const float qS = add_part(parts, step, blocks, &Part::qS, i), qR = add_part(parts, step, blocks, &Part::qR, i);
+    const float E = add_part(parts, step, blocks, &Part::E, i), Ep = add_part(parts, step, blocks, &Part::Ep, i);
+    dbp[i] = sum(rows_y);
+    db[i] = sum(rows_x);
+    if (p.residual) dbp[i] += ch.Ep[i] * Ep;
+    if (p.sum) dbp[i] += ch.Ep[i] * qS;
+    else db[i] += ch.E[i] * qS;
+    if (p.fitted) db[i] += ch.E[i] * ch.go[i] * qR;
+    if (p.delta) db[i] += ch.E[i] * E;
+    dgamma[i] = 0;
+    if (p.fitted) dgamma[i] = add_part(parts, step, blocks, &Part::gamma, i);
+    if (p.fitted && p.gated) dgamma[i] += ch.E[i] * qR + sum(rows_go);
+    if (p.residual && !p.fitted) {
+      const float r = add_part(parts, step, blocks, &Part::r, i);
+      if (p.gated) dgamma[i] = ch.diag[i] * r;
+      f.dqk[i / NR * C * NR + i * NR + i % NR] += ch.go[i] * r;
+    }
+    const int64_t at = task.gate(p, ch.t + i);
+    if (a.dbeta) a.dbeta[at] = add_part(parts, step, blocks, &Part::beta, i);
+    if (a.dgamma && p.residual) a.dgamma[at] = dgamma[i];
+  }
+  if (!a.dlog_alpha) return;
+  float end = ch.decay * add_part(parts, step, blocks, &Part::state, 0);
+  for (int64_t i = 0; i < ch.c; ++i) {
+    float dL = ch.L[i] * add_part(parts, step, blocks, &Part::kd, i);
+    db[i] += dbp[i] - f.columns[i] - dL;
+    end += dL;
+  }
+  for (int64_t i = ch.c - 1; i >= 0; --i) {
+    end += db[i];
+    a.dlog_alpha[task.gate(p, ch.t + i)] = ch.alpha[i] == 0 ? 0 : end - dbp[i];
+  }
+}
+
+// to[s][j][NR] = the transpose of a lower triangular matrix in panels.
+inline void transpose_lower(const Chunk& ch, float* x, float* to) {
+  const int64_t n = (ch.c + NR - 1) / NR;
+  for (int64_t s = 0; s < n; ++s) {
+    if (ch.c < n * NR) memset(x + s * C * NR + ch.c * NR, 0, (n * NR - ch.c) * NR * 4);
+    for (int64_t i = s; i < n; ++i)
+      transpose(x + s * C * NR + i * NR * NR, NR, to + i * C * NR + s * NR * NR, NR, NR, NR);
+  }
+}
+
+// dq and dk, transposed [CP][K][NR]: written for the first value head of a key head, added to for the others.
+inline void finish_keys(const Problem& p, const Chunk& ch, const Part* parts, int64_t step, int64_t blocks,
+                        const Finish& f, float* dqT, float* dkT, bool first) {
+  const bool keys = p.delta || p.residual;
+  transpose_lower(ch, f.dqk, f.dqkT);
+  if (keys) transpose_lower(ch, f.dkk, f.dkkT);
+  for (int64_t s = 0; s * NR < ch.c; ++s) {
+    const int64_t start = s * NR, end = least<int64_t>(ch.c, start + NR), panel = s * C * NR;
+    const int64_t below = panel + start * NR, rows = ch.c - start;
+    tiles(p.K, [&](auto m, int64_t d) {
+      constexpr int M = decltype(m)::value;
+      const int64_t at = s * p.K * NR + d * NR;
+      Tile<M> x;
+      EACH(M, x.v[i][j] = add_parts(parts, step, blocks, &Part::dqT, at + i * NR + j * W));
+      mul_columns(x, ch.k + d, p.ldk, f.dqkT + panel, end);
+      if (!first) EACH(M, x.v[i][j] += load(dqT + at + i * NR + j * W));
+      put(dqT + at, x);
+      EACH(M, x.v[i][j] = add_parts(parts, step, blocks, &Part::dkT, at + i * NR + j * W));
+      mul_columns(x, ch.q + start * p.ldk + d, p.ldk, f.dqk + below, rows);
+      if (keys) {
+        mul_columns(x, ch.k + start * p.ldk + d, p.ldk, f.dkk + below, rows);
+        mul_columns(x, ch.k + d, p.ldk, f.dkkT + panel, end);
+      }
+      if (!first) EACH(M, x.v[i][j] += load(dkT + at + i * NR + j * W));
+      put(dkT + at, x);
+    });
+  }
+}
+
+// Rows of dq or dk through the normalisation, to the caller.
+inline void finish_rows(const Problem& p, const Task& task, const Chunk& ch, const Finish& f, const float* dT,
+                        const float* x, const float* inverse, void* to) {
+  const int64_t K = p.K, ldk = p.ldk, stride[3] = {p.a.T * p.a.H * K, p.a.H * K, K};
+  for (int64_t s = 0; s * NR < ch.c; ++s)
+    transpose(dT + s * K * NR, NR, f.row + s * NR * ldk, ldk, K, least<int64_t>(NR, ch.c - s * NR));
+  for (int64_t i = 0; i < ch.c; ++i) {
+    float* row = f.row + i * ldk;
+    if (p.a.qk_norm) {
+      for (int64_t d = K; d < ldk; ++d) row[d] = 0;
+      V dot = V{};
+      for (int64_t d = 0; d < ldk; d += W) dot += load(row + d) * load(x + i * ldk + d);
+      // below eps the norm was a constant
+      const V scale = splat(inverse[i] < 0 ? -inverse[i] : inverse[i]), along = splat(inverse[i] < 0 ? 0 : sum(dot));
+      for (int64_t d = 0; d < ldk; d += W) store(row + d, scale * (load(row + d) - along * load(x + i * ldk + d)));
+    }
+    store_row(p.dtype, to, task.row(stride, ch.t + i, task.kh), row, K);
+  }
+}
+
+// The memory of a sequence of one key head.
+struct Lane {
+  Chunk chunks[SEGMENT_CHUNKS];
+  Part parts[4][SEGMENT_CHUNKS];
+  float *dqT[SEGMENT_CHUNKS], *dkT[SEGMENT_CHUNKS];
+  float* adjoint;  // [G][S and R][state]
+
+  void carve(Arena& m, const Problem& p, int64_t blocks) {
+    for (int i = 0; i < SEGMENT_CHUNKS; ++i) {
+      chunks[i].carve(m, p, true);
+      for (int64_t b = 0; b < blocks; ++b) parts[b][i].carve(m, p);
+      dqT[i] = m.floats(C * p.K);
+      dkT[i] = m.floats(C * p.K);
+    }
+    adjoint = m.floats(p.a.HV / p.a.H * 2 * p.state);
+  }
+};
+
+// The steps of backward for a lane: sequence `n` of key head `kh`. They run one after the other (backward_task) or
+// over several lanes in parallel (backward_split).
+struct Steps {
+  const Problem& p;
+  int64_t G, blocks;
+
+  Task task(int64_t lane, int64_t g) const { return Task(p, lane / p.a.H, lane % p.a.H * G + g); }
+  int count(const Task& t, int64_t segment) const {
+    return segment >= t.segments() ? 0 : (int)((least<int64_t>(SEGMENT, t.length - segment * SEGMENT) + C - 1) / C);
+  }
+  int64_t first_panel(int64_t b) const { return p.strips * b / blocks; }
+
+  void states_in(Lane& l, const Task& t, int64_t g, int64_t s) const {
+    float* d = l.adjoint + g * 2 * p.state + s * p.K * NR;
+    pack_state(p, state_of(p, p.a.dS, t), d, s);
+    if (p.fitted) pack_state(p, state_of(p, p.a.dR, t), d + p.state, s);
+  }
+  void states_out(Lane& l, const Task& t, int64_t g, int64_t s) const {
+    float* d = l.adjoint + g * 2 * p.state + s * p.K * NR;
+    if (p.a.dS0) unpack_state(p, d, state_of(p, p.a.dS0, t), s);
+    if (p.a.dR0 && p.fitted) unpack_state(p, d + p.state, state_of(p, p.a.dR0, t), s);
+  }
+  void sweep(Lane& l, const Task& t, int64_t segment, int64_t g, int64_t b, const Sweep& w) const {
+    float* d = l.adjoint + g * 2 * p.state;
+    int64_t first = first_panel(b);
+    sweep_segment(p, t, l.chunks, count(t, segment), l.parts[b], w, d, d + p.state, first, first_panel(b + 1) - first);
+  }
+  void finish(Lane& l, const Task& t, int64_t g, int i, const Finish& f) const {
+    const Chunk& ch = l.chunks[i];
+    const Part* parts = &l.parts[0][i];
+    finish_pairs(p, t, ch, parts, SEGMENT_CHUNKS, blocks, f);
+    finish_keys(p, ch, parts, SEGMENT_CHUNKS, blocks, f, l.dqT[i], l.dkT[i], g == 0);
+    if (g + 1 < G) return;
+    finish_rows(p, t, ch, f, l.dqT[i], ch.q, ch.iq, p.a.dq);
+    finish_rows(p, t, ch, f, l.dkT[i], ch.k, ch.ik, p.a.dk);
+  }
+};
+
+inline void worker_scratch(const Problem& p, Sweep& w, Finish& f, int64_t strips) {
+  Arena m;
+  for (int pass = 0; pass < 2; ++pass) {
+    if (pass) m = Arena{scratch_own.get(m.used), 0};
+    w.carve(m, p, strips);
+    f.carve(m, p);
+  }
+}
+
+inline void backward_task(const Steps& steps, Lane& l, int64_t lane, const Sweep& w, const Finish& f) {
+  const Problem& p = steps.p;
+  for (int64_t g = 0; g < steps.G; ++g)
+    for (int64_t s = 0; s < p.strips; ++s) steps.states_in(l, steps.task(lane, g), g, s);
+  for (int64_t segment = steps.task(lane, 0).segments() - 1; segment >= 0; --segment) {
+    for (int64_t g = 0; g < steps.G; ++g) {
+      const Task t = steps.task(lane, g);
+      const int count = steps.count(t, segment);
+      for (int i = 0; i < count; ++i) prepare(p, t, l.chunks[i], segment * SEGMENT + i * C, true);
+      for (int64_t b = 0; b < steps.blocks; ++b) steps.sweep(l, t, segment, g, b, w);
+      for (int i = 0; i < count; ++i) steps.finish(l, t, g, i, f);
+    }
+  }
+  for (int64_t g = 0; g < steps.G; ++g)
+    for (int64_t s = 0; s < p.strips; ++s) steps.states_out(l, steps.task(lane, g), g, s);
+}
+
+// Few lanes: chunks in parallel, then blocks of columns, then chunks again.
+inline void backward_split(const Steps& steps, Lane* lanes, int64_t count, int threads) {
+  const Problem& p = steps.p;
+  int64_t longest = 0;
+  for (int64_t n = 0; n < count; ++n) longest = most(longest, steps.task(n, 0).segments());
+#pragma omp parallel num_threads(threads)
+  {
+    FlushDenormals flush;
+    Sweep w;
+    Finish f;
+    worker_scratch(p, w, f, (p.strips + steps.blocks - 1) / steps.blocks);
+    const int64_t panels = count * steps.G * p.strips, chunks = count * SEGMENT_CHUNKS, blocks = count * steps.blocks;
+#pragma omp for
+    for (int64_t i = 0; i < panels; ++i) {
+      const int64_t n = i / p.strips / steps.G, g = i / p.strips % steps.G;
+      steps.states_in(lanes[n], steps.task(n, g), g, i % p.strips);
+    }
+    for (int64_t segment = longest - 1; segment >= 0; --segment) {
+      for (int64_t g = 0; g < steps.G; ++g) {
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < chunks; ++i) {
+          const int64_t n = i / SEGMENT_CHUNKS, at = i % SEGMENT_CHUNKS;
+          const Task t = steps.task(n, g);
+          if (at < steps.count(t, segment)) prepare(p, t, lanes[n].chunks[at], segment * SEGMENT + at * C, true);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < blocks; ++i) {
+          const int64_t n = i / steps.blocks;
+          const Task t = steps.task(n, g);
+          if (steps.count(t, segment)) steps.sweep(lanes[n], t, segment, g, i % steps.blocks, w);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < chunks; ++i) {
+          const int64_t n = i / SEGMENT_CHUNKS, at = i % SEGMENT_CHUNKS;
+          const Task t = steps.task(n, g);
+          if (at < steps.count(t, segment)) steps.finish(lanes[n], t, g, (int)at, f);
+        }
+      }
+    }
+#pragma omp for
+    for (int64_t i = 0; i < panels; ++i) {
+      const int64_t n = i / p.strips / steps.G, g = i / p.strips % steps.G;
+      steps.states_out(lanes[n], steps.task(n, g), g, i % p.strips);
+    }
+  }
+}
+
+inline void backward(const Args& a) {
+  Problem p(a);
+  const int64_t count = a.N * a.H;
+  if (!count) return;
+  // blocks of value columns, so that about eight units of work can run at once: a function of shapes only, because
+  // dq, dk and the gates' gradients are sums over the blocks
+  Steps steps{p, a.HV / a.H, most<int64_t>(1, least<int64_t>(least<int64_t>(4, p.strips), 8 / count))};
+  int threads = (int)a.threads;
+  if ((double)p.tokens() * a.HV * p.K * p.strips * NR < SMALL / 4) threads = 1;
+  const bool split = threads > 1 && steps.blocks > 1;
+  const int64_t lanes = split ? count : least<int64_t>(threads, count);
+  Lane* l = (Lane*)malloc(sizeof(Lane) * lanes);
+  if (!l) abort();
+  Arena m;
+  for (int pass = 0; pass < 2; ++pass) {
+    if (pass) m = Arena{scratch_shared.get(m.used), 0};
+    for (int64_t i = 0; i < lanes; ++i) l[i].carve(m, p, steps.blocks);
+  }
+  if (split) {
+    backward_split(steps, l, count, threads);
+  } else {
+    int64_t next = 0;
+#pragma omp parallel for schedule(static, 1) num_threads((int)lanes) if (lanes > 1)
+    for (int64_t own = 0; own < lanes; ++own) {
+      FlushDenormals flush;
+      Sweep w;
+      Finish f;
+      worker_scratch(p, w, f, (p.strips + steps.blocks - 1) / steps.blocks);
+      for (;;) {
+        int64_t i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
+        if (i >= count) break;
+        backward_task(steps, l[own], i, w, f);
+      }
+    }
+  }
+  free(l);
+}
+
+}  // namespace RLA_ISA

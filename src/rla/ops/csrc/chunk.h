@@ -1,0 +1,227 @@
+// What a chunk of C tokens of one value head needs before its value columns are touched: normalised q and k, decays,
+// and the C x C matrices of design notes:
+//
+//     D_ij = alpha_{j+1} .. alpha_i,   D'_ij = D_{i-1,j}
+//     A = (q k^T) * D    G = (k k^T) * D    G' = (k k^T) * D'    Au: what u meets in the output, A or (q k^T) * D'
+//
+// Decays are running products, never exponentials of differences, so alpha = 0 is exact.
+#pragma once
+#include <stdlib.h>
+
+#include <initializer_list>
+
+#include "args.h"
+#include "tile.h"
+
+namespace RLA_ISA {
+
+#ifndef RLA_CHUNK
+#define RLA_CHUNK 64
+#endif
+constexpr int C = RLA_CHUNK;
+constexpr int SEGMENT = 128;  // backward starts from states saved every SEGMENT tokens
+constexpr int CP = C / NR;    // panels of a chunk's tokens
+static_assert(C % NR == 0 && SEGMENT % C == 0, "a chunk is made of whole panels, a segment of whole chunks");
+
+constexpr float NORM_EPS = 1e-6f;
+
+// Memory handed out in 64-byte lines. A first pass with base = null only adds up the size.
+struct Arena {
+  char* base = nullptr;
+  size_t used = 0;
+  float* floats(int64_t n) {
+    float* p = base ? (float*)(base + used) : nullptr;
+    used += ((size_t)n * 4 + 63) / 64 * 64;
+    return p;
+  }
+};
+
+// Memory of a thread that outlives the call: fresh pages cost more than a short call's arithmetic.
+struct Scratch {
+  char* memory = nullptr;
+  size_t size = 0;
+  ~Scratch() { free(memory); }
+  char* get(size_t bytes) {
+    if (bytes > size) {
+      free(memory);
+      size = (bytes + 4095) / 4096 * 4096;
+      memory = (char*)aligned_alloc(4096, size);
+      if (!memory) abort();
+    }
+    return memory;
+  }
+};
+inline thread_local Scratch scratch_own, scratch_shared;
+
+// Shapes and switches of a call.
+struct Problem {
+  const Args& a;
+  int64_t K, V, strips, ldk;  // strips: panels of value columns
+  bool delta, residual, fitted, gated, sum;
+  int dtype;
+  int64_t state;  // floats of one state in panels
+
+  explicit Problem(const Args& a_) : a(a_), K(a_.K), V(a_.V) {
+    strips = (V + NR - 1) / NR;
+    ldk = (K + 15) / 16 * 16;
+    if (ldk % 32 == 0) ldk += 16;  // rows a power of two apart would share cache sets
+    delta = a.delta;
+    residual = a.correction != NONE;
+    fitted = a.correction == FITTED;
+    gated = residual && a.gate_output;
+    sum = residual && !a.gate_output;
+    dtype = (int)a.dtype;
+    state = strips * K * NR;
+  }
+  int64_t states() const { return fitted ? 2 : 1; }
+  int64_t tokens() const { return a.cu_seqlens ? a.T : a.B * a.T; }
+};
+
+// A sequence of one value head.
+struct Task {
+  int64_t n, b, h, kh, start, length;  // sequence, batch row, value head, key head, first token, tokens
+  Task(const Problem& p, int64_t n_, int64_t h_) : n(n_), h(h_) {
+    const Args& a = p.a;
+    kh = h / (a.HV / a.H);
+    b = a.cu_seqlens ? 0 : n;
+    start = a.cu_seqlens ? a.cu_seqlens[n] : 0;
+    length = a.cu_seqlens ? a.cu_seqlens[n + 1] - start : a.T;
+  }
+  int64_t chunks() const { return (length + C - 1) / C; }
+  int64_t segments() const { return (length + SEGMENT - 1) / SEGMENT; }
+  int64_t row(const int64_t* stride, int64_t t, int64_t head) const {
+    return b * stride[0] + (start + t) * stride[1] + head * stride[2];
+  }
+  int64_t gate(const Problem& p, int64_t t) const { return (b * p.a.T + start + t) * p.a.HV + h; }
+  // The saved states of segment s >= 1. Sequences cannot collide: one with l tokens has (l - 1) / SEGMENT of them.
+  float* saved(const Problem& p, int64_t s) const {
+    int64_t base = p.a.cu_seqlens ? start / SEGMENT : b * (segments() - 1);
+    return p.a.saved + ((base + s - 1) * p.a.HV + h) * p.states() * p.state;
+  }
+};
+
+struct Chunk {
+  int64_t t, c;  // first token, tokens
+  float *q, *k, *qT, *kT;               // [C, ldk], transposed panels [CP][K][NR]
+  float *D, *A, *Au, *G, *Gp;           // [C, C]
+  float *E, *Ep, *L;                    // exp(b), exp(b'), exp(b_C - b), zero beyond c
+  float *alpha, *beta, *gamma, *go, *eu, *diag;  // go: gamma or 1 in the output; eu: E or E'; diag: q_i.k_i
+  float *iq, *ik;                       // 1 / norms
+  float decay;                          // exp(b_C)
+
+  void carve(Arena& m, const Problem& p, bool backward) {
+    q = m.floats(C * p.ldk);
+    k = m.floats(C * p.ldk);
+    kT = m.floats(C * p.K);
+    qT = backward ? m.floats(C * p.K) : nullptr;
+    D = m.floats(C * C);
+    A = m.floats(C * C);
+    Au = p.sum ? m.floats(C * C) : A;
+    G = m.floats(C * C);
+    Gp = m.floats(C * C);
+    for (float** x : {&E, &Ep, &L, &alpha, &beta, &gamma, &go, &eu, &diag, &iq, &ik}) *x = m.floats(C);
+  }
+};
+
+// x[i] = row i of q or k, normalised; inverse[i] = 1 / max(norm, eps), with a minus sign where eps was larger.
+inline void load_keys(const Problem& p, const Task& task, const Chunk& ch, const void* source, const int64_t* stride,
+                      float* x, float* inverse) {
+  for (int64_t i = 0; i < ch.c; ++i) {
+    float* row = x + i * p.ldk;
+    load_row(p.dtype, source, task.row(stride, ch.t + i, task.kh), row, p.K);
+    for (int64_t d = p.K; d < p.ldk; ++d) row[d] = 0;
+    if (!p.a.qk_norm) continue;
+    V s = V{};
+    for (int64_t d = 0; d + W <= p.ldk; d += W) s += load(row + d) * load(row + d);
+    float norm = sqrtf(sum(s));
+    inverse[i] = norm < NORM_EPS ? -1 / NORM_EPS : 1 / norm;
+    V scale = splat(norm < NORM_EPS ? 1 / NORM_EPS : 1 / norm);
+    for (int64_t d = 0; d + W <= p.ldk; d += W) store(row + d, load(row + d) * scale);
+    if (p.K == 1 && norm >= NORM_EPS) row[0] = row[0] < 0 ? -1 : 1;  // exact, so that its gradient is exactly zero
+  }
+}
+
+// to[CP][K][NR] = the transpose of x, tokens beyond c zero.
+inline void transpose_keys(const Problem& p, const Chunk& ch, const float* x, float* to) {
+  for (int64_t s = 0; s * NR < ch.c; ++s) {
+    int64_t n = least<int64_t>(NR, ch.c - s * NR);
+    if (n < NR) memset(to + s * p.K * NR, 0, p.K * NR * 4);
+    transpose(x + s * NR * p.ldk, p.ldk, to + s * p.K * NR, NR, n, p.K);
+  }
+}
+
+inline void load_gates(const Problem& p, const Task& task, const Chunk& ch) {
+  const Args& a = p.a;
+  float e = 1, last = 1;
+  for (int64_t i = 0; i < C; ++i) {
+    bool in = i < ch.c;
+    int64_t at = in ? task.gate(p, ch.t + i) : 0;
+    float alpha = !in ? 0 : a.log_alpha ? expf(a.log_alpha[at]) : 1;
+    last = e;
+    e *= alpha;
+    ch.alpha[i] = alpha;
+    ch.E[i] = e;
+    ch.Ep[i] = in ? last : 0;
+    ch.beta[i] = !in ? 0 : a.beta ? a.beta[at] : 1;
+    ch.gamma[i] = !in ? 0 : a.gamma ? a.gamma[at] : 1;
+    ch.go[i] = p.gated ? ch.gamma[i] : in;
+    ch.eu[i] = p.sum ? ch.Ep[i] : ch.E[i];
+    float* row = ch.D + i * C;
+    for (int64_t j = 0; j < C; ++j) row[j] = 0;
+    for (int64_t j = 0; j < i; ++j) row[j] = alpha * row[j - C];
+    row[i] = 1;
+  }
+  memcpy(ch.L, ch.D + (ch.c - 1) * C, C * 4);
+}
+
+inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bool backward) {
+  ch.t = t;
+  ch.c = least<int64_t>(C, task.length - t);
+  load_gates(p, task, ch);
+  ch.decay = ch.E[ch.c - 1];
+  load_keys(p, task, ch, p.a.q, p.a.q_stride, ch.q, ch.iq);
+  load_keys(p, task, ch, p.a.k, p.a.k_stride, ch.k, ch.ik);
+  transpose_keys(p, ch, ch.k, ch.kT);
+  if (backward) transpose_keys(p, ch, ch.q, ch.qT);
+  const bool keys = p.delta || p.residual;
+  tiles(ch.c, [&](auto m, int64_t i0) {
+    constexpr int M = decltype(m)::value;
+    for (int64_t s = 0; s * NR < i0 + M; ++s) {
+      const float* D = ch.D + i0 * C + s * NR;
+      int64_t at = i0 * C + s * NR;
+      Tile<M> x;
+      clear(x);
+      mul_rows(x, ch.q + i0 * p.ldk, p.ldk, ch.kT + s * p.K * NR, p.K);
+      if (i0 + M > s * NR && i0 < (s + 1) * NR) {
+        float row[M][NR];
+        EACH(M, store(row[i] + j * W, x.v[i][j]));
+        for (int i = 0; i < M; ++i)
+          if (i0 + i >= s * NR && i0 + i < (s + 1) * NR) ch.diag[i0 + i] = row[i][i0 + i - s * NR];
+      }
+      EACH(M, store(ch.A + at + i * C + j * W, x.v[i][j] * load(D + i * C + j * W)));
+      // D' is D one row up; its row 0 is never read
+      const float* Dp = D - C;
+      if (p.sum) EACH(M, if (i0 + i) store(ch.Au + at + i * C + j * W, x.v[i][j] * load(Dp + i * C + j * W)));
+      if (!keys) continue;
+      clear(x);
+      mul_rows(x, ch.k + i0 * p.ldk, p.ldk, ch.kT + s * p.K * NR, p.K);
+      if (p.delta) EACH(M, store(ch.G + at + i * C + j * W, x.v[i][j] * load(D + i * C + j * W)));
+      if (p.residual) EACH(M, if (i0 + i) store(ch.Gp + at + i * C + j * W, x.v[i][j] * load(Dp + i * C + j * W)));
+    }
+  });
+}
+
+// A state [K, V] of the caller to and from one panel of columns.
+inline void pack_state(const Problem& p, const float* x, float* panel, int64_t s) {
+  int64_t n = least<int64_t>(NR, p.V - s * NR);
+  for (int64_t d = 0; d < p.K; ++d) {
+    float* row = panel + d * NR;
+    for (int64_t j = 0; j < NR; ++j) row[j] = x && j < n ? x[d * p.V + s * NR + j] : 0;
+  }
+}
+inline void unpack_state(const Problem& p, const float* panel, float* x, int64_t s) {
+  int64_t n = least<int64_t>(NR, p.V - s * NR);
+  for (int64_t d = 0; d < p.K; ++d) memcpy(x + d * p.V + s * NR, panel + d * NR, n * 4);
+}
+
+}  // namespace RLA_ISA

@@ -1,0 +1,242 @@
+// Forward: one pass over the chunks of a sequence for S and R together, a panel of value columns at a time.
+//
+//     x = v - [delta] (E * (k S) + G u)      u = beta * x
+//     e = v - (E' * (k S) + G' u)            r = psi(e)
+//     y = r - [delta] (E * (k R) + G w)      w = gamma * y
+//     o = eu * (q S) + Au u + go * (E * (q R) + A w)
+//     S <- exp(b_C) S + k^T (L * u)          R <- exp(b_C) R + k^T (L * w)
+#pragma once
+#include "chunk.h"
+
+namespace RLA_ISA {
+
+INLINE V psi(V e, const Problem& p) {
+  if (p.a.loss == HUBER) {
+    V c = splat((float)p.a.clip);
+    return select(e > c, c, select(e < -c, -c, e));  // a NaN compares false and passes
+  }
+  return p.a.loss == LOGCOSH ? tanh(e) : e;
+}
+
+// What a panel of columns of one chunk leaves behind, each [C][NR]. Backward keeps all of it, forward a part.
+struct Strip {
+  float *u, *w, *uL, *wL;  // uL = L * u
+  float *x, *y, *e, *kS, *kR;
+};
+
+template <bool BACKWARD, int M>
+INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, const Strip& st, const float* S,
+                       const float* R, int64_t s, int64_t i0) {
+  const Args& a = p.a;
+  const int64_t ldk = p.ldk, K = p.K, at = i0 * NR, columns = p.V - s * NR;
+  const float *k = ch.k + i0 * ldk, *q = ch.q + i0 * ldk, *E = ch.E + i0;
+  Tile<M> v, x, ks, r;
+  get_input(v, p.dtype, a.v, task.row(a.v_stride, ch.t + i0, task.h) + s * NR, a.v_stride[1], columns);
+  if (p.delta || p.residual) {
+    clear(ks);
+    mul_rows(ks, k, ldk, S, K);
+    if (BACKWARD) put(st.kS + at, ks);
+  }
+  if (p.delta) {
+    EACH(M, x.v[i][j] = splat(E[i]) * ks.v[i][j] - v.v[i][j]);
+    mul_rows(x, ch.G + i0 * C, C, st.u, i0);
+    EACH(M, x.v[i][j] = -x.v[i][j]);
+    solve_lower(x, ch.G + i0 * C + i0, C, ch.beta + i0);
+  } else {
+    x = v;
+  }
+  if (BACKWARD) put(st.x + at, x);
+  scale_rows(x, ch.beta + i0);
+  put(st.u + at, x);
+  put(st.uL + at, x, ch.L + i0);
+  if (p.residual) {
+    scale_rows(ks, ch.Ep + i0);
+    mul_rows(ks, ch.Gp + i0 * C, C, st.u, i0);
+    mul_lower<1>(ks, ch.Gp + i0 * C + i0, C, st.u + at);
+    EACH(M, r.v[i][j] = v.v[i][j] - ks.v[i][j]);
+    if (BACKWARD) put(st.e + at, r);
+    EACH(M, r.v[i][j] = psi(r.v[i][j], p));
+  }
+  if (p.fitted) {
+    if (p.delta) {
+      clear(x);
+      mul_rows(x, k, ldk, R, K);
+      if (BACKWARD) put(st.kR + at, x);
+      EACH(M, x.v[i][j] = splat(E[i]) * x.v[i][j] - r.v[i][j]);
+      mul_rows(x, ch.G + i0 * C, C, st.w, i0);
+      EACH(M, x.v[i][j] = -x.v[i][j]);
+      solve_lower(x, ch.G + i0 * C + i0, C, ch.gamma + i0);
+    } else {
+      x = r;
+    }
+    if (BACKWARD) put(st.y + at, x);
+    scale_rows(x, ch.gamma + i0);
+    put(st.w + at, x);
+    put(st.wL + at, x, ch.L + i0);
+  }
+  if (BACKWARD) return;
+  Tile<M> o;
+  clear(o);
+  mul_rows(o, q, ldk, S, K);
+  scale_rows(o, ch.eu + i0);
+  mul_rows(o, ch.Au + i0 * C, C, st.u, i0);
+  if (p.residual) mul_lower<1>(o, ch.Au + i0 * C + i0, C, st.u + at);
+  else mul_lower<0>(o, ch.A + i0 * C + i0, C, st.u + at);
+  if (p.fitted) {
+    clear(x);
+    mul_rows(x, q, ldk, R, K);
+    scale_rows(x, E);
+    mul_rows(x, ch.A + i0 * C, C, st.w, i0);
+    mul_lower<0>(x, ch.A + i0 * C + i0, C, st.w + at);
+    EACH(M, o.v[i][j] += splat(ch.go[i0 + i]) * x.v[i][j]);
+  } else if (p.residual) {
+    EACH(M, o.v[i][j] += splat(ch.go[i0 + i] * ch.diag[i0 + i]) * r.v[i][j]);
+  }
+  const int64_t o_stride[3] = {a.T * a.HV * a.V, a.HV * a.V, a.V};
+  put_output(o, p.dtype, a.o, task.row(o_stride, ch.t + i0, task.h) + s * NR, o_stride[1], columns);
+}
+
+// to = decay * from + k^T u, one panel [K][NR].
+inline void absorb(const Problem& p, const Chunk& ch, const float* from, float* to, const float* u) {
+  tiles(p.K, [&](auto m, int64_t d) {
+    constexpr int M = decltype(m)::value;
+    Tile<M> x;
+    V decay = splat(ch.decay);
+    EACH(M, x.v[i][j] = decay * load(from + (d + i) * NR + j * W));
+    mul_columns(x, ch.k + d, p.ldk, u, ch.c);
+    put(to + d * NR, x);
+  });
+}
+
+template <bool BACKWARD>
+inline void strip_tiles(const Problem& p, const Task& task, const Chunk& ch, const Strip& st, const float* S,
+                        const float* R, int64_t s) {
+  tiles(ch.c, [&](auto m, int64_t i0) {
+    strip_tile<BACKWARD, decltype(m)::value>(p, task, ch, st, S, R, s, i0);
+  });
+}
+
+// One chunk of panel s forward; the states' panels S and R are updated in place.
+inline void forward_strip(const Problem& p, const Task& task, const Chunk& ch, const Strip& st, float* S, float* R,
+                          int64_t s) {
+  if (p.a.saved && ch.t > 0 && ch.t % SEGMENT == 0) {
+    float* to = task.saved(p, ch.t / SEGMENT) + s * p.K * NR;
+    memcpy(to, S, p.K * NR * 4);
+    if (p.fitted) memcpy(to + p.state, R, p.K * NR * 4);
+  }
+  strip_tiles<false>(p, task, ch, st, S, R, s);
+  absorb(p, ch, S, S, st.uL);
+  if (p.fitted) absorb(p, ch, R, R, st.wL);
+}
+
+inline Strip forward_scratch(Arena& m) {
+  Strip st = {};
+  for (float** x : {&st.u, &st.w, &st.uL, &st.wL}) *x = m.floats(C * NR);
+  return st;
+}
+
+inline const float* state_of(const Problem& p, const float* x, const Task& task) {
+  return x ? x + (task.n * p.a.HV + task.h) * p.K * p.V : nullptr;
+}
+inline float* state_of(const Problem& p, float* x, const Task& task) {
+  return x ? x + (task.n * p.a.HV + task.h) * p.K * p.V : nullptr;
+}
+
+// One sequence of one head, all panels.
+inline void forward_task(const Problem& p, const Task& task) {
+  Arena m;
+  Chunk ch;
+  Strip st;
+  float *S, *R;
+  for (int pass = 0; pass < 2; ++pass) {
+    if (pass) m = Arena{scratch_own.get(m.used), 0};
+    ch.carve(m, p, false);
+    st = forward_scratch(m);
+    S = m.floats(p.state);
+    R = m.floats(p.state);
+  }
+  for (int64_t s = 0; s < p.strips; ++s) {
+    pack_state(p, state_of(p, p.a.S0, task), S + s * p.K * NR, s);
+    if (p.fitted) pack_state(p, state_of(p, p.a.R0, task), R + s * p.K * NR, s);
+  }
+  for (int64_t t = 0; t < task.length; t += C) {
+    prepare(p, task, ch, t, false);
+    for (int64_t s = 0; s < p.strips; ++s) forward_strip(p, task, ch, st, S + s * p.K * NR, R + s * p.K * NR, s);
+  }
+  for (int64_t s = 0; s < p.strips; ++s) {
+    unpack_state(p, S + s * p.K * NR, state_of(p, p.a.S, task), s);
+    if (p.fitted) unpack_state(p, R + s * p.K * NR, state_of(p, p.a.R, task), s);
+  }
+}
+
+// Few sequences and heads: the chunks of a group are prepared in parallel, then the panels run through the group in
+// parallel. A panel's arithmetic is the same in either way, so the result does not depend on the choice.
+inline void forward_split(const Problem& p, int64_t tasks, int threads) {
+  constexpr int64_t GROUP = 8;
+  Arena m;
+  int64_t longest = 0;
+  for (int64_t i = 0; i < tasks; ++i) longest = most(longest, Task(p, i / p.a.HV, i % p.a.HV).chunks());
+  const int64_t group = most<int64_t>(1, least(GROUP, longest));
+  Chunk* chunks = (Chunk*)malloc(sizeof(Chunk) * tasks * group);
+  float* states = nullptr;
+  if (!chunks) abort();
+  for (int pass = 0; pass < 2; ++pass) {
+    if (pass) m = Arena{scratch_shared.get(m.used), 0};
+    for (int64_t i = 0; i < tasks * group; ++i) chunks[i].carve(m, p, false);
+    states = m.floats(tasks * 2 * p.state);
+  }
+#pragma omp parallel num_threads(threads)
+  {
+    FlushDenormals flush;
+    Arena own;
+    forward_scratch(own);
+    own = Arena{scratch_own.get(own.used), 0};
+    Strip st = forward_scratch(own);
+    for (int64_t first = 0; first == 0 || first < longest; first += group) {
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t i = 0; i < tasks * group; ++i) {
+        Task task(p, i / group / p.a.HV, i / group % p.a.HV);
+        int64_t at = first + i % group;
+        if (at < task.chunks()) prepare(p, task, chunks[i], at * C, false);
+      }
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t i = 0; i < tasks * p.strips; ++i) {
+        Task task(p, i / p.strips / p.a.HV, i / p.strips % p.a.HV);
+        int64_t s = i % p.strips, end = least(first + group, task.chunks());
+        float *S = states + i / p.strips * 2 * p.state + s * p.K * NR, *R = S + p.state;
+        if (first == 0) {
+          pack_state(p, state_of(p, p.a.S0, task), S, s);
+          if (p.fitted) pack_state(p, state_of(p, p.a.R0, task), R, s);
+        }
+        for (int64_t at = first; at < end; ++at)
+          forward_strip(p, task, chunks[i / p.strips * group + at - first], st, S, R, s);
+        if (first + group >= longest) {
+          unpack_state(p, S, state_of(p, p.a.S, task), s);
+          if (p.fitted) unpack_state(p, R, state_of(p, p.a.R, task), s);
+        }
+      }
+    }
+  }
+  free(chunks);
+}
+
+// Below about this many multiply-adds waking the other threads costs more than they save.
+constexpr double SMALL = 1 << 21;
+
+inline void forward(const Args& a) {
+  Problem p(a);
+  const int64_t tasks = a.N * a.HV;
+  int threads = (int)a.threads;
+  if ((double)p.tokens() * a.HV * p.K * p.strips * NR < SMALL) threads = 1;
+  if (threads > 1 && tasks < 2 * threads && tasks % threads) {
+    forward_split(p, tasks, threads);
+    return;
+  }
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+  for (int64_t i = 0; i < tasks; ++i) {
+    FlushDenormals flush;
+    forward_task(p, Task(p, i / a.HV, i % a.HV));
+  }
+}
+
+}  // namespace RLA_ISA

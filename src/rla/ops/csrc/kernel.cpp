@@ -1,0 +1,16 @@
+// The kernels for one instruction set: compiled once for each, with RLA_ISA its name and the compiler flags to match.
+#include "args.h"
+#include "backward.h"
+#include "forward.h"
+#include "step.h"
+
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+
+extern "C" {
+void JOIN(rla_forward_, RLA_ISA)(const Args* a) { RLA_ISA::forward(*a); }
+void JOIN(rla_backward_, RLA_ISA)(const Args* a) { RLA_ISA::backward(*a); }
+void JOIN(rla_step_, RLA_ISA)(const Args* a) { RLA_ISA::step(*a); }
+int64_t JOIN(rla_panel_, RLA_ISA)() { return RLA_ISA::NR; }
+int64_t JOIN(rla_segment_, RLA_ISA)() { return RLA_ISA::SEGMENT; }
+}

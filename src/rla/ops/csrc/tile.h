@@ -1,0 +1,162 @@
+// Products on register tiles: M x NR accumulators, a left operand read by broadcasts and a right operand in panels.
+// A panel holds NR columns of a matrix, row after row: [rows][NR]. States, u, w and transposed inputs live in panels,
+// so that nothing is packed inside a product.
+#pragma once
+#include "simd.h"
+
+namespace RLA_ISA {
+
+template <int M> struct Tile {
+  V v[M][NV];
+};
+
+// Rows of the next tile when `rest` rows are left. Small tiles cannot hide the latency of an FMA: 8 = 4 + 4, not 6 + 2.
+INLINE int tile_rows(int64_t rest) {
+  if (rest >= MR && !(MR == 6 && rest == 8)) return MR;
+  return rest >= 4 ? 4 : rest >= 2 ? 2 : 1;
+}
+
+// f(Int<M>, i0) for the tiles of `rows` rows, from the first to the last.
+template <class F> INLINE void tiles(int64_t rows, F&& f) {
+  for (int64_t i = 0; i < rows;) {
+    int m = tile_rows(rows - i);
+    if (m == MR) f(Int<MR>{}, i);
+    else if (m == 4) f(Int<4>{}, i);
+    else if (m == 2) f(Int<2>{}, i);
+    else f(Int<1>{}, i);
+    i += m;
+  }
+}
+
+template <int M, class F> INLINE void each(F&& f) {
+  unroll<M>([&](auto i) __attribute__((always_inline)) {
+    unroll<NV>([&](auto j) __attribute__((always_inline)) { f(Int<decltype(i)::value>{}, Int<decltype(j)::value>{}); });
+  });
+}
+#define EACH(M, body) each<M>([&](auto i, auto j) __attribute__((always_inline)) { body; })
+
+template <int M> INLINE void clear(Tile<M>& c) { EACH(M, c.v[i][j] = V{}); }
+template <int M> INLINE void get(Tile<M>& c, const float* p) { EACH(M, c.v[i][j] = load(p + i * NR + j * W)); }
+template <int M> INLINE void put(float* p, const Tile<M>& c) { EACH(M, store(p + i * NR + j * W, c.v[i][j])); }
+template <int M> INLINE void put(float* p, const Tile<M>& c, const float* scale) {
+  EACH(M, store(p + i * NR + j * W, c.v[i][j] * splat(scale[i])));
+}
+template <int M> INLINE void scale_rows(Tile<M>& c, const float* s) { EACH(M, c.v[i][j] *= splat(s[i])); }
+
+// c += a b:  a[i * si + n * sn] is the left operand, b the panel [depth][NR].
+template <int M> INLINE void mul(Tile<M>& c, const float* a, int64_t si, int64_t sn, const float* b, int64_t depth) {
+  Tile<M> t = c;
+  for (int64_t n = 0; n < depth; ++n) {
+    V b0 = load(b), b1 = load(b + W);
+    unroll<M>([&](auto i) __attribute__((always_inline)) {
+      V x = splat(a[i * si]);
+      t.v[i][0] += x * b0;
+      t.v[i][1] += x * b1;
+    });
+    a += sn;
+    b += NR;
+  }
+  c = t;
+}
+template <int M> INLINE void mul_rows(Tile<M>& c, const float* a, int64_t ld, const float* b, int64_t depth) {
+  mul(c, a, ld, 1, b, depth);
+}
+template <int M> INLINE void mul_columns(Tile<M>& c, const float* a, int64_t ld, const float* b, int64_t depth) {
+  mul(c, a, 1, ld, b, depth);
+}
+
+// c += a b where a is given by panels [rows][NR], `a_step` apart, and b has NR rows for each of them.
+template <int M>
+INLINE void mul_panels(Tile<M>& c, const float* a, int64_t a_step, const float* b, int64_t count) {
+  Tile<M> t = c;
+  for (int64_t s = 0; s < count; ++s) {
+    const float* x = a;
+    for (int64_t n = 0; n < NR; ++n) {
+      V b0 = load(b), b1 = load(b + W);
+      unroll<M>([&](auto i) __attribute__((always_inline)) {
+        V y = splat(x[i * NR]);
+        t.v[i][0] += y * b0;
+        t.v[i][1] += y * b1;
+      });
+      ++x;
+      b += NR;
+    }
+    a += a_step;
+  }
+  c = t;
+}
+
+// The block of a triangular product on the diagonal. Entries above the diagonal are not read, so that a NaN of a
+// later token cannot reach an earlier one.  STRICT: without the diagonal itself.
+template <int STRICT, int M> INLINE void mul_lower(Tile<M>& c, const float* a, int64_t ld, const float* b) {
+  unroll<M>([&](auto n) __attribute__((always_inline)) {
+    V b0 = load(b + n * NR), b1 = load(b + n * NR + W);
+    unroll<M - n.value - STRICT>([&](auto d) __attribute__((always_inline)) {
+      constexpr int i = n.value + STRICT + d.value;
+      V x = splat(a[i * ld + n.value]);
+      c.v[i][0] += x * b0;
+      c.v[i][1] += x * b1;
+    });
+  });
+}
+template <int STRICT, int M> INLINE void mul_lower_transposed(Tile<M>& c, const float* a, int64_t ld, const float* b) {
+  unroll<M>([&](auto n) __attribute__((always_inline)) {
+    V b0 = load(b + n * NR), b1 = load(b + n * NR + W);
+    unroll<n.value + 1 - STRICT>([&](auto i) __attribute__((always_inline)) {
+      V x = splat(a[n.value * ld + i.value]);
+      c.v[i.value][0] += x * b0;
+      c.v[i.value][1] += x * b1;
+    });
+  });
+}
+
+// Substitution inside a tile: x_i -= sum over n < i of g[i, n] rate_n x_n.
+template <int M> INLINE void solve_lower(Tile<M>& x, const float* g, int64_t ld, const float* rate) {
+  unroll<M>([&](auto n) __attribute__((always_inline)) {
+    V u0 = x.v[n.value][0] * splat(rate[n.value]), u1 = x.v[n.value][1] * splat(rate[n.value]);
+    unroll<M - n.value - 1>([&](auto d) __attribute__((always_inline)) {
+      constexpr int i = n.value + 1 + d.value;
+      V y = splat(g[i * ld + n.value]);
+      x.v[i][0] -= y * u0;
+      x.v[i][1] -= y * u1;
+    });
+  });
+}
+// The transposed system, from the last row to the first: x_i -= sum over n > i of g[n, i] rate_n x_n.
+template <int M> INLINE void solve_lower_transposed(Tile<M>& x, const float* g, int64_t ld, const float* rate) {
+  unroll<M>([&](auto m) __attribute__((always_inline)) {
+    constexpr int n = M - 1 - m.value;
+    V u0 = x.v[n][0] * splat(rate[n]), u1 = x.v[n][1] * splat(rate[n]);
+    unroll<n>([&](auto i) __attribute__((always_inline)) {
+      V y = splat(g[n * ld + i.value]);
+      x.v[i.value][0] -= y * u0;
+      x.v[i.value][1] -= y * u1;
+    });
+  });
+}
+
+// A tile of an input or output of type dtype, row stride `stride`, `columns` <= NR of them present; the rest is zero.
+template <int M>
+INLINE void get_input(Tile<M>& c, int dtype, const void* p, int64_t at, int64_t stride, int64_t columns) {
+  if (dtype == F32 && columns >= NR) {
+    const float* x = (const float*)p + at;
+    EACH(M, c.v[i][j] = load(x + i * stride + j * W));
+  } else {
+    float row[M][NR] = {};
+    for (int i = 0; i < M; ++i) load_row(dtype, p, at + i * stride, row[i], least<int64_t>(columns, NR));
+    EACH(M, c.v[i][j] = load(row[i] + j * W));
+  }
+}
+template <int M>
+INLINE void put_output(const Tile<M>& c, int dtype, void* p, int64_t at, int64_t stride, int64_t columns) {
+  if (dtype == F32 && columns >= NR) {
+    float* x = (float*)p + at;
+    EACH(M, store(x + i * stride + j * W, c.v[i][j]));
+  } else {
+    float row[M][NR];
+    EACH(M, store(row[i] + j * W, c.v[i][j]));
+    for (int i = 0; i < M; ++i) store_row(dtype, p, at + i * stride, row[i], least<int64_t>(columns, NR));
+  }
+}
+
+}  // namespace RLA_ISA
