@@ -160,18 +160,17 @@ def assert_agrees(method, case: Case, backend: str, dtype, seed=0, decay=2.0, ch
     assert_close(grads, want_grads, dtype, gradients=True)
 
 
-def served(names) -> list[tuple[str, str]]:
+def served(names, *, reference=False) -> list[tuple[str, str]]:
     """(backend, method) for parametrize: what each backend claims to serve, whether or not it is built here."""
-    return [
-        (backend, name)
-        for backend in BACKENDS
-        for name in names
-        if BACKENDS[backend].module.refuses("cpu", torch.float32, 8, 8, ALL[name].decay == "vector") is None
-    ]
+    problem = ("cpu", torch.float32, 8, 8)
+    pairs = [(b, n) for b in BACKENDS for n in names if not BACKENDS[b].module.refuses(*problem, ALL[n].decay == "vector")]
+    return pairs + [("reference", name) for name in names if reference]
 
 
 def skip_unless_serves(backend: str, method: rla.Method, dtype, case: Case) -> None:
     """Skip what a backend says it doesn't do; a kernel that is missing altogether skips with the reason."""
+    if backend == "reference":
+        return
     why = BACKENDS[backend].missing or BACKENDS[backend].module.refuses("cpu", dtype, case.K, case.V, method.decay == "vector")
     if why is not None:
         pytest.skip(f"{backend}: {why}")

@@ -11,6 +11,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
+def pytest_configure(config):
+    from rla.ops.backends import BACKENDS
+
+    if BACKENDS["native"].missing:  # no compiler: automatic choices warn once, which is right and tested elsewhere
+        config.addinivalue_line("filterwarnings", "ignore:rla. backend 'native' is not usable here:UserWarning")
+
+
 @pytest.fixture
 def poison(monkeypatch):
     """Fill uninitialised memory with NaN, so that reading it shows."""

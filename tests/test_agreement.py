@@ -111,10 +111,7 @@ EXTREMES = {
 
 
 @pytest.mark.parametrize("extreme", EXTREMES)
-@pytest.mark.parametrize(
-    "name", ("retnet", "gla", "sgla", "gdn", "rla", "rdn", "rla-sum", "rdn-sum", "rdn-nofit", "vector-rdn")
-)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "name"), served(("retnet", "rla-sum", *MAIN)))
 def test_extreme_gates(backend, name, extreme):
     dtype = torch.float64 if backend == "chunked" else torch.float32
     case = Case(B=1, T=70, H=2, K=9, V=7, state=True)
@@ -164,13 +161,11 @@ def test_long_sequence_does_not_drift(backend, name):
     assert_close({"tail": got[:, -2000:], "S": state.S}, {"tail": want[:, -2000:], "S": want_state.S}, dtype)
 
 
-@pytest.mark.parametrize("name", ("gla", "sgla", "gdn", "rla", "rdn", "rdn-nofit"))
-@pytest.mark.parametrize("backend", (*BACKENDS, "reference"))
+@pytest.mark.parametrize(("backend", "name"), served(("gla", "sgla", "gdn", "rla", "rdn", "rdn-nofit"), reference=True))
 @pytest.mark.parametrize("where", ("q", "k", "v", "log_alpha", "beta", "gamma"))
 def test_nan_stays_in_its_sequence_and_head(backend, name, where):
     method, case = ALL[name], Case(lengths=(70, 90), H=2, K=5, V=6)
-    if backend != "reference":
-        skip_unless_serves(backend, method, torch.float32, case)
+    skip_unless_serves(backend, method, torch.float32, case)
     x = {n: t.detach() for n, t in make(method, case, torch.float32).items()}
     if where not in x:
         pytest.skip(f"{name} has no {where}")
@@ -208,8 +203,7 @@ def test_strided_inputs(backend):
 def test_empty_sequences(backend):
     case = Case(B=2, T=0, H=2, K=4, V=3, state=True)
     for name in ("gdn", "rdn"):
-        if backend != "reference":
-            skip_unless_serves(backend, rla.METHODS[name], torch.float32, case)
+        skip_unless_serves(backend, rla.METHODS[name], torch.float32, case)
         x = make(rla.METHODS[name], case, torch.float32)
         o, state = call(x, name, backend)
         assert o.shape == (2, 0, 2, 3)
@@ -228,12 +222,10 @@ def test_inputs_are_left_alone(backend):
     assert all(torch.equal(x[n], before[n]) for n in x)
 
 
-@pytest.mark.parametrize("name", ("gdn", "rla", "rdn", "rdn-tied", "rdn-sum", "rdn-nofit", "gla"))
-@pytest.mark.parametrize("backend", (*BACKENDS, "reference"))
+@pytest.mark.parametrize(("backend", "name"), served(("rdn-tied", *MAIN), reference=True))
 def test_step_is_attend_for_one_token(backend, name):
     method, case = ALL[name], Case(B=3, T=5, H=2, G=2, K=7, V=13, state=True)
-    if backend != "reference":
-        skip_unless_serves(backend, method, torch.float32, case)
+    skip_unless_serves(backend, method, torch.float32, case)
     x = {n: t.detach() for n, t in make(method, case, torch.float32).items()}
     want, want_state = call({n: t.double() for n, t in x.items()}, method, "reference")
     state = rla.State(x.pop("S").clone(), x.pop("R").clone() if "R" in x else None)

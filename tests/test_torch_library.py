@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rla
-from common import ALL, NAMES, Case, call, make, run, skip_unless_serves
+from common import ALL, NAMES, Case, call, make, run, served, skip_unless_serves
 from rla.ops.attend import _attend, _attend_backward, _encode
 from rla.ops.backends import BACKENDS
 from rla.ops.step import _step
@@ -18,8 +18,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ("gdn", "rdn", "gla"))
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "name"), served(("gdn", "rdn", "gla")))
 def test_opcheck(backend, name, case):
     method, case = ALL[name], CASES[case]
     skip_unless_serves(backend, method, torch.float32, case)
@@ -38,8 +37,6 @@ def test_opcheck(backend, name, case):
 
 def test_opcheck_of_the_step():
     case = Case(B=2, T=1, H=2, K=8, V=8, state=True)
-    if "native" not in BACKENDS:
-        pytest.skip("no in-place step")
     skip_unless_serves("native", ALL["rdn"], torch.float32, case)
     x = {n: t.detach() for n, t in make(ALL["rdn"], case, torch.float32).items()}
     torch.library.opcheck(_step, (*(x.get(n) for n in NAMES), _encode(ALL["rdn"]), "native"))

@@ -1,0 +1,131 @@
+"""The native kernels beyond agreement: threads, instruction sets, denormals, sizes, a stale or missing library."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import rla
+from common import ALL, Case, call, make, run
+from rla.ops import native
+
+built = pytest.mark.skipif(native.missing() is not None, reason=f"native: {native.missing()}")
+CASES = {
+    "one head": Case(B=1, T=700, H=1, K=64, V=96),
+    "three heads": Case(B=1, T=300, H=3, K=33, V=50, state=True),
+    "grouped": Case(B=2, T=130, H=2, G=3, K=20, V=40),
+    "packed": Case(lengths=(300, 0, 1, 129, 64), H=1, K=48, V=64, state=True),
+}
+
+
+def bits(case, method, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return run(make(method, case, torch.float32), method, "native", case.cu_seqlens)
+    finally:
+        torch.set_num_threads(before)
+
+
+@built
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ("sgla", "rdn", "rla-sum", "rdn-nofit"))
+def test_the_same_bits_for_any_number_of_threads(name, case):
+    want = bits(CASES[case], ALL[name], 1)
+    for threads in (1, 2, 3, 5):
+        got = bits(CASES[case], ALL[name], threads)
+        for a, b in zip(got, want, strict=True):
+            assert all(torch.equal(a[n], b[n]) for n in b)
+
+
+@built
+@pytest.mark.parametrize("isa", ("portable", "avx2", "avx512"))
+def test_instruction_sets(isa):
+    """Each instruction set this machine has, forced in a child process, passes a part of the agreement tests."""
+    flags = {"portable": None, "avx2": "avx2", "avx512": "avx512bw"}[isa]
+    from rla.doctor import cpu_flags
+
+    if flags is not None and flags not in cpu_flags():
+        pytest.skip(f"this CPU has no {isa}")
+    code = (
+        "import torch; from common import *; from rla.ops import native\n"
+        f"assert native.isa() == {isa!r}, native.isa()\n"
+        "for name in ('sgla', 'gdn', 'rla', 'rdn', 'rdn-logcosh', 'rdn-nofit-sum'):\n"
+        "    for case in WEIRD.values():\n"
+        "        for dtype in (torch.float32, torch.bfloat16, torch.float16):\n"
+        "            assert_agrees(ALL[name], case, 'native', dtype)\n"
+    )
+    env = {**os.environ, "RLA_NATIVE_ISA": isa, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@built
+def test_denormals_are_flushed_inside_and_kept_outside():
+    tiny = torch.tensor(1e-40)
+    x = {n: t.detach() for n, t in make(ALL["sgla"], Case(B=1, T=64, H=2), torch.float32).items()}
+    x["v"] = torch.full_like(x["v"], 1e-39)
+    o, state = call(x, "sgla", "native")
+    assert o.abs().max() == 0
+    assert state.S.abs().max() == 0
+    assert (tiny * 1.0).item() > 0, "the caller's floating-point state was changed"
+
+
+@built
+@pytest.mark.parametrize(("K", "V"), [(257, 8), (8, 300)])
+def test_sizes_out_of_range(K, V):
+    q, v = torch.randn(1, 4, 1, K), torch.randn(1, 4, 1, V)
+    with pytest.raises(ValueError, match=rf"backend: 'native' can't serve this call: .*256; got K = {K}, V = {V}"):
+        rla.attend(q, q, v, backend="native")
+    rla.attend(q, q, v)  # an automatic choice goes to chunked
+
+
+@built
+@pytest.mark.parametrize("size", (1, 255, 256))
+def test_largest_sizes(size):
+    from common import assert_agrees
+
+    assert_agrees(ALL["rdn"], Case(B=1, T=70, H=1, K=256, V=size), "native", torch.float32)
+    assert_agrees(ALL["rdn"], Case(B=1, T=70, H=1, K=size, V=256), "native", torch.float32)
+
+
+@built
+def test_refusals_name_what_came():
+    q = torch.randn(1, 4, 1, 8)
+    with pytest.raises(ValueError, match=r"can't serve this call: .*float64"):
+        rla.attend(q.double(), q.double(), q.double(), backend="native")
+    with pytest.raises(ValueError, match="vector decay"):
+        rla.attend(q, q, q, torch.zeros(1, 4, 1, 8), method="gla", backend="native")
+
+
+def test_memory_of_forward_and_backward():
+    """Saved for backward: at most half of q, k, v, o and their gradients, whatever the method."""
+    q = torch.empty(1, 4096, 16, 128, device="meta")
+    for name in ("sgla", "rdn"):
+        if native.missing() is None:
+            saved = 4 * torch.Size(native.saved_shape(q, q, 1, ALL[name])).numel()
+            assert saved <= 0.5 * 8 * 4 * q.numel()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"), [("stale", "built from other sources; run make"), ("absent", "not built; run make")]
+)
+def test_a_stale_or_absent_library_is_not_used(change, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "_HERE", tmp_path)
+    if change == "stale":
+        if native.missing() is not None:
+            pytest.skip(f"native: {native.missing()}")
+        library = Path(native.__file__).parent / "_native.so"
+        (tmp_path / "_native.so").write_bytes(library.read_bytes())
+        (tmp_path / "csrc").mkdir()
+        (tmp_path / "csrc" / "kernel.cpp").write_text("// changed\n")
+    assert f"{says}; run make" in native._Library().missing
+
+
+def test_the_reason_of_a_failed_build_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "_HERE", tmp_path)
+    (tmp_path / "_native.txt").write_text("false failed: exit status 1\n")
+    assert native._Library().missing == "false failed: exit status 1"
