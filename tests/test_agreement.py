@@ -213,6 +213,16 @@ def test_empty_sequences(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_int32_bounds(backend):
+    method, case = rla.METHODS["rdn"], Case(lengths=(40, 0, 70), H=1)
+    skip_unless_serves(backend, method, torch.float32, case)
+    x = make(method, case, torch.float32)
+    want, got = (run(x, method, backend, case.cu_seqlens.to(dtype)) for dtype in (torch.int64, torch.int32))
+    for a, b in zip(got, want, strict=True):
+        assert all(torch.equal(a[n], b[n]) for n in b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_inputs_are_left_alone(backend):
     method, case = rla.METHODS["rdn"], Case(state=True)
     skip_unless_serves(backend, method, torch.float32, case)

@@ -150,8 +150,51 @@ def test_misuse_of_step(changes, error, says):
         rla.step(**{**arguments(state=state()), **changes})
 
 
+ONE = Case(B=2, T=1, H=3, K=4, V=5)
+
+
+def one_token(x):
+    """The misuse of a whole sequence as that of its first token."""
+
+    def first(t):
+        if isinstance(t, torch.Tensor) and t.dim() > 1:
+            t = t[:, :, :1] if tuple(t.shape[1:3]) == (3, 10) else t[:, :1] if t.shape[1] == 10 else t
+        return t
+
+    return {n: t if n == "state" else first(t) for n, t in x.items()}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        c
+        for c in MISUSE
+        if not c.startswith(("head-first", "cu_seqlens", "v of another T", "gamma of another T", "one positive"))
+    ],
+)
+def test_a_step_checks_what_attend_checks(case):
+    """With or without gradients, whose absence opens the quick way."""
+    changes, error, _ = MISUSE[case]
+    x = one_token(arguments(**changes))
+    x.setdefault("state", state() if rla.METHODS.get(x["method"], rla.Method()).has_R else state(R=None))
+    with torch.no_grad(), pytest.raises(error) as quick:
+        rla.step(**x)
+    with torch.enable_grad(), pytest.raises(error) as full:
+        rla.step(**x)
+    if "log_alpha" not in case:  # the kernel doesn't tell the value
+        assert str(quick.value) == str(full.value)
+
+
+def test_a_refused_step_changes_nothing():
+    x = arguments(case=ONE, state=rla.State(torch.ones(2, 3, 4, 5), torch.ones(2, 3, 4, 5)))
+    x["log_alpha"][1, 0, 2] = 0.5
+    with torch.no_grad(), pytest.raises(ValueError, match="log_alpha: expected values <= 0"):
+        rla.step(**x)
+    assert all((M == 1).all() for M in x["state"])
+
+
 def test_step_refuses_gradients():
-    x = arguments(case=Case(B=2, T=1, H=3, K=4, V=5), state=state())
+    x = arguments(case=ONE, state=state())
     x["q"].requires_grad_()
     with pytest.raises(ValueError, match="step: not differentiable"):
         rla.step(**x)

@@ -57,7 +57,7 @@ class _Library:
         self.segment: int = library.rla_segment()
         for name in ("forward", "backward", "step"):
             function = getattr(library, f"rla_{name}")
-            function.argtypes, function.restype = [ctypes.c_char_p], None
+            function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
             setattr(self, name, function)
 
 
@@ -112,7 +112,10 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _float(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.to(torch.float32).contiguous()
+    """`x` as the kernels take gates and states; without a call into torch if it is so already."""
+    if x is None or (x.dtype == torch.float32 and x.is_contiguous()):
+        return x
+    return x.to(torch.float32).contiguous()
 
 
 @functools.cache
@@ -121,16 +124,10 @@ def _switches(method: Method) -> tuple[tuple[int, ...], float]:
     return tuple(map(int, words)), float(method.clip)
 
 
-def _same_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if q.dtype == k.dtype == v.dtype:
-        return _rows(q), _rows(k), _rows(v)
-    return tuple(_rows(x.to(torch.float32)) for x in (q, k, v))  # type: ignore[return-value]
-
-
 def _call(
     name: str, method: Method, q: Tensor, k: Tensor, v: Tensor, N: int, do: Tensor | None, pointers: tuple[int, ...]
-) -> None:
-    """Run a kernel. `pointers`: those of struct Args from `o` on."""
+) -> int:
+    """Run a kernel. `pointers`: those of struct Args from `o` on. Returns 0 unless the kernel refuses."""
     (delta, *switches), clip = _switches(method)
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     packed = _ARGS.pack(
@@ -139,7 +136,7 @@ def _call(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *((0, 0, 0) if do is None else do.stride()[:3]),
         _DTYPES[q.dtype], delta, *switches, torch.get_num_threads(), clip,
     )  # fmt: skip
-    getattr(_library(), name)(packed)
+    return getattr(_library(), name)(packed)
 
 
 def forward(
@@ -151,16 +148,16 @@ def forward(
     gamma: Tensor | None,
     S0: Tensor | None,  # [N, HV, K, V] float32
     R0: Tensor | None,
-    cu_seqlens: Tensor | None,  # [N + 1] int64
+    cu_seqlens: Tensor | None,  # [N + 1]
     method: Method,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, final S, final R (empty if the method has none), and what backward needs (empty unless `save`)."""
     dtype = q.dtype
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    q, k, v = _same_dtype(q, k, v)
+    q, k, v = _rows(q), _rows(k), _rows(v)
     log_alpha, beta, gamma, S0, R0 = map(_float, (log_alpha, beta, gamma, S0, R0))
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
     B, T, HV, V = v.shape
     o = q.new_empty(B, T, HV, V)
     S = q.new_empty(N, HV, q.shape[3], V, dtype=torch.float32)
@@ -193,10 +190,10 @@ def backward(
     """Gradients of q, k, v, log_alpha, beta, gamma, S0, R0; None for what is None."""
     inputs = (q, k, v, log_alpha, beta, gamma, S0, R0)
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    q, k, v = _same_dtype(q, k, v)
+    q, k, v = _rows(q), _rows(k), _rows(v)
     do = _rows(do.to(q.dtype))
     log_alpha, beta, gamma, S0, R0, dS, dR = map(_float, (log_alpha, beta, gamma, S0, R0, dS, dR))
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     da, db, dg = (None if x is None else torch.empty_like(x) for x in (log_alpha, beta, gamma))
     dS0, dR0 = (None if x is None else torch.empty_like(x) for x in (S0, R0))
@@ -224,14 +221,14 @@ def step(
     R: Tensor | None,
     method: Method,
 ) -> Tensor:
-    """One token. Returns the output [B, 1, HV, V]."""
-    dtype = q.dtype
-    q, k, v = _same_dtype(q, k, v)
-    log_alpha, beta, gamma = map(_float, (log_alpha, beta, gamma))
-    o = q.new_empty(v.shape)
+    """One token. Returns the output [B, 1, HV, V]; ValueError, with nothing changed, if a log_alpha is positive."""
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    log_alpha, beta, gamma = _float(log_alpha), _float(beta), _float(gamma)
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
     pointers = (
-        o.data_ptr(), 0, 0, 0, *map(_pointer, (log_alpha, beta, gamma)), 0, 0, 0, 0,
+        o.data_ptr(), 0, 0, 0, _pointer(log_alpha), _pointer(beta), _pointer(gamma), 0, 0, 0, 0,
         S.data_ptr(), _pointer(R), 0, 0, 0, 0, 0, 0, 0,
     )  # fmt: skip
-    _call("step", method, q, k, v, q.shape[0], None, pointers)
-    return o if o.dtype == dtype else o.to(dtype)
+    if _call("step", method, q, k, v, q.shape[0], None, pointers):
+        raise ValueError("log_alpha: expected values <= 0, natural logarithms of decays in [0, 1]; got a positive one")
+    return o

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..method import Method, get_method
+from . import native
 from .attend import State, _decode, _encode, attend
 from .backends import BACKENDS, choose
 from .checks import check
@@ -30,25 +31,69 @@ def step(
     method = get_method(method)
     if state is None:
         raise TypeError("state: expected a rla.State to update; got None")
-    check(q, k, v, log_alpha, beta, gamma, method=method, state=state, cu_seqlens=None)
-    if q.shape[1] != 1:
-        raise ValueError(f"q: expected T = 1, one token for each sequence; got T = {q.shape[1]} (use rla.attend)")
-    inputs = (q, k, v, log_alpha, beta, gamma, state.S, state.R)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        raise ValueError("step: not differentiable; expected torch.no_grad() or tensors that need no gradient")
-    name = choose(backend, q, v, method)
-    in_place = name == "native" and all(M is None or M.is_contiguous() for M in state)
-    if not in_place:
-        o, new = attend(q, k, v, log_alpha, beta, gamma, method=method, state=state, backend=name)
-        state.S.copy_(new.S)
-        if state.R is not None and new.R is not None:
-            state.R.copy_(new.R)
-        return o
+    plain = backend in (None, "native") and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    if not (plain and _fits(q, k, v, log_alpha, beta, gamma, state, method)):
+        check(q, k, v, log_alpha, beta, gamma, method=method, state=state, cu_seqlens=None)
+        if q.shape[1] != 1:
+            raise ValueError(f"q: expected T = 1, one token for each sequence; got T = {q.shape[1]} (use rla.attend)")
+        inputs = (q, k, v, log_alpha, beta, gamma, state.S, state.R)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+            raise ValueError("step: not differentiable; expected torch.no_grad() or tensors that need no gradient")
+        name = choose(backend, q, v, method)
+        if name != "native" or not all(M is None or M.is_contiguous() for M in state):
+            o, new = attend(q, k, v, log_alpha, beta, gamma, method=method, state=state, backend=name)
+            state.S.copy_(new.S)
+            if state.R is not None and new.R is not None:
+                state.R.copy_(new.R)
+            return o
     gamma = beta if method.gamma == "tied" and method.has_residual else gamma
     tensors = (q, k, v, log_alpha, beta, gamma, state.S, state.R)
     if torch.compiler.is_compiling():
-        return _step(*tensors, _encode(method), name)
-    return BACKENDS[name].module.step(*tensors, method)
+        return _step(*tensors, _encode(method), "native")
+    return native.step(*tensors, method)
+
+
+def _fits(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor | None,
+    beta: Tensor | None,
+    gamma: Tensor | None,
+    state: State,
+    method: Method,
+) -> bool:
+    """Whether this is the common case, a plain float32 call that the native kernel serves as it is.
+
+    A step takes some 50 microseconds, and the full checks as much again: what fits here would pass them all (the kernel itself
+    looks at the values of log_alpha), what doesn't goes through them.
+    """
+    try:
+        (B, T, H, K), (HV, V), S, R = q.shape, v.shape[2:], state.S, state.R
+        gate = (B, 1, HV)
+        return (
+            BACKENDS["native"].missing is None
+            and T == 1
+            and k.shape == q.shape
+            and v.shape[0] == B
+            and v.shape[1] == 1
+            and HV % H == 0
+            and 0 < K <= native.MAX_SIZE
+            and 0 < V <= native.MAX_SIZE
+            and (log_alpha is None or log_alpha.shape == gate)
+            and (beta is None or beta.shape == gate)
+            and (gamma is None or gamma.shape == gate)
+            and (log_alpha is None or method.decay in ("scalar", "fixed"))
+            and (beta is None or method.rate != "one")
+            and (gamma is None or (method.has_residual and method.gamma == "own"))
+            and S.shape == (B, HV, K, V)
+            and S.is_contiguous()
+            and (R is not None) == method.has_R
+            and (R is None or (R.shape == S.shape and R.is_contiguous()))
+            and all(x is None or (x.dtype == torch.float32 and x.is_cpu) for x in (q, k, v, log_alpha, beta, gamma, S, R))
+        )
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError):  # not even tensors, or of another rank
+        return False
 
 
 @torch.library.custom_op("rla::step", mutates_args=("S", "R"))

@@ -7,9 +7,9 @@
 
 #define DECLARE(isa)                       \
   extern "C" {                             \
-  void rla_forward_##isa(const Args*);     \
-  void rla_backward_##isa(const Args*);    \
-  void rla_step_##isa(const Args*);        \
+  int64_t rla_forward_##isa(const Args*);    \
+  int64_t rla_backward_##isa(const Args*);   \
+  int64_t rla_step_##isa(const Args*);       \
   int64_t rla_panel_##isa();               \
   int64_t rla_segment_##isa();             \
   }
@@ -26,9 +26,9 @@ namespace {
 
 struct Isa {
   const char* name;
-  void (*forward)(const Args*);
-  void (*backward)(const Args*);
-  void (*step)(const Args*);
+  int64_t (*forward)(const Args*);
+  int64_t (*backward)(const Args*);
+  int64_t (*step)(const Args*);
   int64_t (*panel)();
   int64_t (*segment)();
 };
@@ -68,9 +68,9 @@ const Isa& isa() {
 
 #define API extern "C" __attribute__((visibility("default")))
 
-API void rla_forward(const Args* a) { isa().forward(a); }
-API void rla_backward(const Args* a) { isa().backward(a); }
-API void rla_step(const Args* a) { isa().step(a); }
+API int64_t rla_forward(const Args* a) { return isa().forward(a); }
+API int64_t rla_backward(const Args* a) { return isa().backward(a); }
+API int64_t rla_step(const Args* a) { return isa().step(a); }
 API int64_t rla_panel() { return isa().panel(); }
 API int64_t rla_segment() { return isa().segment(); }
 API int64_t rla_args_size() { return sizeof(Args); }

@@ -8,9 +8,9 @@
 #define JOIN(a, b) JOIN_(a, b)
 
 extern "C" {
-void JOIN(rla_forward_, RLA_ISA)(const Args* a) { RLA_ISA::forward(*a); }
-void JOIN(rla_backward_, RLA_ISA)(const Args* a) { RLA_ISA::backward(*a); }
-void JOIN(rla_step_, RLA_ISA)(const Args* a) { RLA_ISA::step(*a); }
+int64_t JOIN(rla_forward_, RLA_ISA)(const Args* a) { return RLA_ISA::forward(*a), 0; }
+int64_t JOIN(rla_backward_, RLA_ISA)(const Args* a) { return RLA_ISA::backward(*a), 0; }
+int64_t JOIN(rla_step_, RLA_ISA)(const Args* a) { return RLA_ISA::step(*a); }
 int64_t JOIN(rla_panel_, RLA_ISA)() { return RLA_ISA::NR; }
 int64_t JOIN(rla_segment_, RLA_ISA)() { return RLA_ISA::SEGMENT; }
 }
