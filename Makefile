@@ -10,7 +10,7 @@ PYTEST  = $(BIN)/python -m pytest
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test slow check format native clean
+.PHONY: help demo test slow check format native sanitize emulate clean
 
 help:
 	@echo "make demo     a first look: every method's recall error on a synthetic stream (under a minute)"
@@ -19,6 +19,8 @@ help:
 	@echo "make check    formatting, lint, types, direction of imports"
 	@echo "make format   rewrite the sources to the house format"
 	@echo "make native   rebuild the C++ kernels if their sources changed"
+	@echo "make sanitize the native kernels' tests on a build with address and undefined-behaviour checks"
+	@echo "make emulate  the AVX-512 kernels on an emulated CPU, for machines without AVX-512"
 	@echo "make clean    remove .venv and everything built"
 
 $(READY): pyproject.toml setup.py constraints.txt
@@ -49,6 +51,15 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+sanitize: $(READY)
+	$(BIN)/python setup.py --quiet build_native --sanitize
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	RLA_NATIVE_LIBRARY=build/_native_sanitize.so $(PYTEST) -k "native and not instruction_sets" tests/test_agreement.py tests/test_native.py
+
+emulate: $(READY)
+	$(BIN)/python -m pip install --quiet bochscpu-python
+	$(BIN)/python tests/emulate_avx512.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info src/rla/ops/_native*

@@ -169,10 +169,9 @@ inline void finish_rows(const Problem& p, const Task& task, const Chunk& ch, con
     float* row = f.row + i * ldk;
     if (p.a.qk_norm) {
       for (int64_t d = K; d < ldk; ++d) row[d] = 0;
-      V dot = V{};
-      for (int64_t d = 0; d < ldk; d += W) dot += load(row + d) * load(x + i * ldk + d);
       // below eps the norm was a constant
-      const V scale = splat(inverse[i] < 0 ? -inverse[i] : inverse[i]), along = splat(inverse[i] < 0 ? 0 : sum(dot));
+      const V scale = splat(inverse[i] < 0 ? -inverse[i] : inverse[i]);
+      const V along = splat(inverse[i] < 0 ? 0 : dot(row, x + i * ldk, ldk));
       for (int64_t d = 0; d < ldk; d += W) store(row + d, scale * (load(row + d) - along * load(x + i * ldk + d)));
     }
     store_row(p.dtype, to, task.row(stride, ch.t + i, task.kh), row, K);
@@ -316,6 +315,8 @@ inline void backward(const Args& a) {
   // dq, dk and the gates' gradients are sums over the blocks
   Steps steps{p, a.HV / a.H, most<int64_t>(1, least<int64_t>(least<int64_t>(4, p.strips), 8 / count))};
   int threads = (int)a.threads;
+  for (void* x : {a.dq, a.dk}) advise(x, p.tokens() * a.H * a.K * p.bytes());
+  advise(a.dv, p.tokens() * a.HV * a.V * p.bytes());
   if ((double)p.tokens() * a.HV * p.K * p.strips * NR < SMALL / 4) threads = 1;
   const bool split = threads > 1 && steps.blocks > 1;
   const int64_t lanes = split ? count : least<int64_t>(threads, count);

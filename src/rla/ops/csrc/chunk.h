@@ -7,6 +7,9 @@
 // Decays are running products, never exponentials of differences, so alpha = 0 is exact.
 #pragma once
 #include <stdlib.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include <initializer_list>
 
@@ -16,10 +19,10 @@
 namespace RLA_ISA {
 
 #ifndef RLA_CHUNK
-#define RLA_CHUNK 64
+#define RLA_CHUNK 32
 #endif
 constexpr int C = RLA_CHUNK;
-constexpr int SEGMENT = 128;  // backward starts from states saved every SEGMENT tokens
+constexpr int SEGMENT = 256;  // backward starts from states saved every SEGMENT tokens
 constexpr int CP = C / NR;    // panels of a chunk's tokens
 static_assert(C % NR == 0 && SEGMENT % C == 0, "a chunk is made of whole panels, a segment of whole chunks");
 
@@ -36,6 +39,19 @@ struct Arena {
   }
 };
 
+constexpr size_t HUGE_PAGE = 2 << 20;
+
+// Ask for huge pages under memory that is about to be written for the first time: the faults of small ones cost as
+// much as a tenth of a forward.
+inline void advise(const void* p, size_t bytes) {
+#if defined(__linux__)
+  size_t from = ((size_t)p + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE, to = ((size_t)p + bytes) / HUGE_PAGE * HUGE_PAGE;
+  if (p && from < to) madvise((void*)from, to - from, MADV_HUGEPAGE);
+#else
+  (void)p, (void)bytes;
+#endif
+}
+
 // Memory of a thread that outlives the call: fresh pages cost more than a short call's arithmetic.
 struct Scratch {
   char* memory = nullptr;
@@ -44,9 +60,11 @@ struct Scratch {
   char* get(size_t bytes) {
     if (bytes > size) {
       free(memory);
-      size = (bytes + 4095) / 4096 * 4096;
-      memory = (char*)aligned_alloc(4096, size);
+      const size_t page = bytes < HUGE_PAGE / 2 ? 4096 : HUGE_PAGE;
+      size = (bytes + page - 1) / page * page;
+      memory = (char*)aligned_alloc(page, size);
       if (!memory) abort();
+      advise(memory, size);
     }
     return memory;
   }
@@ -63,8 +81,8 @@ struct Problem {
 
   explicit Problem(const Args& a_) : a(a_), K(a_.K), V(a_.V) {
     strips = (V + NR - 1) / NR;
-    ldk = (K + 15) / 16 * 16;
-    if (ldk % 32 == 0) ldk += 16;  // rows a power of two apart would share cache sets
+    ldk = (K + NR - 1) / NR * NR;
+    if (ldk % 32 == 0) ldk += NR < 32 ? NR : 32;  // rows a power of two apart would share cache sets
     delta = a.delta;
     residual = a.correction != NONE;
     fitted = a.correction == FITTED;
@@ -74,7 +92,8 @@ struct Problem {
     state = strips * K * NR;
   }
   int64_t states() const { return fitted ? 2 : 1; }
-  int64_t tokens() const { return a.cu_seqlens ? a.T : a.B * a.T; }
+  int64_t tokens() const { return a.B * a.T; }
+  int64_t bytes() const { return dtype == F32 ? 4 : 2; }
 };
 
 // A sequence of one value head.
@@ -103,7 +122,7 @@ struct Task {
 struct Chunk {
   int64_t t, c;  // first token, tokens
   float *q, *k, *qT, *kT;               // [C, ldk], transposed panels [CP][K][NR]
-  float *D, *A, *Au, *G, *Gp;           // [C, C]
+  float *D, *A, *Ag, *Au, *G, *Gp;      // [C, C]; Ag = go * A
   float *E, *Ep, *L;                    // exp(b), exp(b'), exp(b_C - b), zero beyond c
   float *alpha, *beta, *gamma, *go, *eu, *diag;  // go: gamma or 1 in the output; eu: E or E'; diag: q_i.k_i
   float *iq, *ik;                       // 1 / norms
@@ -116,12 +135,33 @@ struct Chunk {
     qT = backward ? m.floats(C * p.K) : nullptr;
     D = m.floats(C * C);
     A = m.floats(C * C);
+    Ag = p.fitted ? m.floats(C * C) : nullptr;
     Au = p.sum ? m.floats(C * C) : A;
     G = m.floats(C * C);
     Gp = m.floats(C * C);
     for (float** x : {&E, &Ep, &L, &alpha, &beta, &gamma, &go, &eu, &diag, &iq, &ik}) *x = m.floats(C);
   }
 };
+
+// Fetch share `part` of `parts` of the tokens from t on, up to `count` of them: rows far apart in memory, which the
+// hardware does not foresee.
+inline void prefetch_rows(const Problem& p, const Task& task, const void* x, const int64_t* stride, int64_t head,
+                          int64_t width, int64_t t, int64_t count, int64_t part, int64_t parts) {
+  const int64_t size = p.bytes(), end = least(count, task.length - t);
+  for (int64_t i = count * part / parts; i < least(end, count * (part + 1) / parts); ++i) {
+    const char* row = (const char*)x + task.row(stride, t + i, head) * size;
+    for (int64_t b = 0; b < width * size; b += 64) __builtin_prefetch(row + b, 0, 2);
+  }
+}
+// Inputs of the tokens from t on.
+inline void prefetch_tokens(const Problem& p, const Task& task, int64_t t, int64_t count, int64_t part, int64_t parts) {
+  const Args& a = p.a;
+  if (t < 0) return;
+  prefetch_rows(p, task, a.q, a.q_stride, task.kh, p.K, t, count, part, parts);
+  prefetch_rows(p, task, a.k, a.k_stride, task.kh, p.K, t, count, part, parts);
+  prefetch_rows(p, task, a.v, a.v_stride, task.h, p.V, t, count, part, parts);
+  if (a.dout) prefetch_rows(p, task, a.dout, a.dout_stride, task.h, p.V, t, count, part, parts);
+}
 
 // x[i] = row i of q or k, normalised; inverse[i] = 1 / max(norm, eps), with a minus sign where eps was larger.
 inline void load_keys(const Problem& p, const Task& task, const Chunk& ch, const void* source, const int64_t* stride,
@@ -131,9 +171,7 @@ inline void load_keys(const Problem& p, const Task& task, const Chunk& ch, const
     load_row(p.dtype, source, task.row(stride, ch.t + i, task.kh), row, p.K);
     for (int64_t d = p.K; d < p.ldk; ++d) row[d] = 0;
     if (!p.a.qk_norm) continue;
-    V s = V{};
-    for (int64_t d = 0; d + W <= p.ldk; d += W) s += load(row + d) * load(row + d);
-    float norm = sqrtf(sum(s));
+    float norm = sqrtf(dot(row, row, p.ldk));
     inverse[i] = norm < NORM_EPS ? -1 / NORM_EPS : 1 / norm;
     V scale = splat(norm < NORM_EPS ? 1 / NORM_EPS : 1 / norm);
     for (int64_t d = 0; d + W <= p.ldk; d += W) store(row + d, load(row + d) * scale);
@@ -167,8 +205,7 @@ inline void load_gates(const Problem& p, const Task& task, const Chunk& ch) {
     ch.go[i] = p.gated ? ch.gamma[i] : in;
     ch.eu[i] = p.sum ? ch.Ep[i] : ch.E[i];
     float* row = ch.D + i * C;
-    for (int64_t j = 0; j < C; ++j) row[j] = 0;
-    for (int64_t j = 0; j < i; ++j) row[j] = alpha * row[j - C];
+    for (int64_t j = 0; j < C; ++j) row[j] = i ? alpha * row[j - C] : 0;
     row[i] = 1;
   }
   memcpy(ch.L, ch.D + (ch.c - 1) * C, C * 4);
@@ -198,7 +235,10 @@ inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bo
         for (int i = 0; i < M; ++i)
           if (i0 + i >= s * NR && i0 + i < (s + 1) * NR) ch.diag[i0 + i] = row[i][i0 + i - s * NR];
       }
-      EACH(M, store(ch.A + at + i * C + j * W, x.v[i][j] * load(D + i * C + j * W)));
+      Tile<M> A;
+      EACH(M, A.v[i][j] = x.v[i][j] * load(D + i * C + j * W));
+      EACH(M, store(ch.A + at + i * C + j * W, A.v[i][j]));
+      if (p.fitted) EACH(M, store(ch.Ag + at + i * C + j * W, A.v[i][j] * splat(ch.go[i0 + i])));
       // D' is D one row up; its row 0 is never read
       const float* Dp = D - C;
       if (p.sum) EACH(M, if (i0 + i) store(ch.Au + at + i * C + j * W, x.v[i][j] * load(Dp + i * C + j * W)));

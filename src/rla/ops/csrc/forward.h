@@ -3,7 +3,7 @@
 //     x = v - [delta] (E * (k S) + G u)      u = beta * x
 //     e = v - (E' * (k S) + G' u)            r = psi(e)
 //     y = r - [delta] (E * (k R) + G w)      w = gamma * y
-//     o = eu * (q S) + Au u + go * (E * (q R) + A w)
+//     o = eu * (q S) + Au u + go * E * (q R) + Ag w
 //     S <- exp(b_C) S + k^T (L * u)          R <- exp(b_C) R + k^T (L * w)
 #pragma once
 #include "chunk.h"
@@ -79,17 +79,18 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, cons
   clear(o);
   mul_rows(o, q, ldk, S, K);
   scale_rows(o, ch.eu + i0);
-  mul_rows(o, ch.Au + i0 * C, C, st.u, i0);
-  if (p.residual) mul_lower<1>(o, ch.Au + i0 * C + i0, C, st.u + at);
-  else mul_lower<0>(o, ch.A + i0 * C + i0, C, st.u + at);
   if (p.fitted) {
     clear(x);
     mul_rows(x, q, ldk, R, K);
-    scale_rows(x, E);
-    mul_rows(x, ch.A + i0 * C, C, st.w, i0);
-    mul_lower<0>(x, ch.A + i0 * C + i0, C, st.w + at);
-    EACH(M, o.v[i][j] += splat(ch.go[i0 + i]) * x.v[i][j]);
-  } else if (p.residual) {
+    EACH(M, o.v[i][j] += splat(E[i] * ch.go[i0 + i]) * x.v[i][j]);
+    mul_sum<2>(o, {ch.Au + i0 * C, ch.Ag + i0 * C}, C, 1, {st.u, st.w}, i0);
+    mul_lower<0>(o, ch.Ag + i0 * C + i0, C, st.w + at);
+  } else {
+    mul_rows(o, ch.Au + i0 * C, C, st.u, i0);
+  }
+  if (p.residual) mul_lower<1>(o, ch.Au + i0 * C + i0, C, st.u + at);
+  else mul_lower<0>(o, ch.A + i0 * C + i0, C, st.u + at);
+  if (p.residual && !p.fitted) {
     EACH(M, o.v[i][j] += splat(ch.go[i0 + i] * ch.diag[i0 + i]) * r.v[i][j]);
   }
   const int64_t o_stride[3] = {a.T * a.HV * a.V, a.HV * a.V, a.V};
@@ -161,7 +162,10 @@ inline void forward_task(const Problem& p, const Task& task) {
   }
   for (int64_t t = 0; t < task.length; t += C) {
     prepare(p, task, ch, t, false);
-    for (int64_t s = 0; s < p.strips; ++s) forward_strip(p, task, ch, st, S + s * p.K * NR, R + s * p.K * NR, s);
+    for (int64_t s = 0; s < p.strips; ++s) {
+      prefetch_tokens(p, task, t + C, C, s, p.strips);
+      forward_strip(p, task, ch, st, S + s * p.K * NR, R + s * p.K * NR, s);
+    }
   }
   for (int64_t s = 0; s < p.strips; ++s) {
     unpack_state(p, S + s * p.K * NR, state_of(p, p.a.S, task), s);
@@ -227,6 +231,8 @@ inline void forward(const Args& a) {
   Problem p(a);
   const int64_t tasks = a.N * a.HV;
   int threads = (int)a.threads;
+  advise(a.o, p.tokens() * a.HV * a.V * p.bytes());
+  if (a.saved) advise(a.saved, a.B * ((a.T - 1) / SEGMENT) * a.HV * p.states() * p.state * 4);
   if ((double)p.tokens() * a.HV * p.K * p.strips * NR < SMALL) threads = 1;
   if (threads > 1 && tasks < 2 * threads && tasks % threads) {
     forward_split(p, tasks, threads);

@@ -51,9 +51,11 @@ template <int N, int I = 0, class F> INLINE void unroll(F&& f) {
 }
 
 INLINE float sum(V x) {
-  float s = 0;
-  for (int i = 0; i < W; ++i) s += x[i];
-  return s;
+  float s[W];
+  __builtin_memcpy(s, &x, sizeof s);
+  for (int h = W / 2; h; h /= 2)
+    for (int i = 0; i < h; ++i) s[i] += s[i + h];
+  return s[0];
 }
 
 INLINE V select(VI mask, V a, V b) { return (V)(((VI)a & mask) | ((VI)b & ~mask)); }
@@ -227,6 +229,16 @@ inline void transpose(const float* a, int64_t lda, float* b, int64_t ldb, int64_
     for (int64_t j = 0; j < width; j += W) transpose_block(a + i * lda + j, lda, b + j * ldb + i, ldb);
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = i < full ? width : 0; j < columns; ++j) b[j * ldb + i] = a[i * lda + j];
+}
+
+// Two accumulators: one would wait for itself. n is a multiple of 2 W.
+inline float dot(const float* a, const float* b, int64_t n) {
+  V x = V{}, y = V{};
+  for (int64_t i = 0; i < n; i += 2 * W) {
+    x += load(a + i) * load(b + i);
+    y += load(a + i + W) * load(b + i + W);
+  }
+  return sum(x + y);
 }
 
 // Decaying states drift into denormals, which are slow: flush them while an object of this class lives.

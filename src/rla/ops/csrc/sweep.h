@@ -1,7 +1,7 @@
 // Backward of one chunk in a block of value columns: what depends on v, u, w and the states. Letters as in forward.h;
 // dS, dR come in as adjoints of the outgoing states and go out as those of the incoming ones.
 //
-//     z = (I + gamma G)^-T (A^T (go * do) + L * (k dR))          additive: without the solve
+//     z = (I + gamma G)^-T (Ag^T do + L * (k dR))                 additive: without the solve
 //     dr = gamma z      de = psi'(e) dr      dp = -de
 //     y = (I + beta G)^-T (G'^T dp + Au^T do + L * (k dS))
 //     dv = de + beta y      dkS = E' dp - E beta y      dkR = -E gamma z       (the terms with E for delta only)
@@ -41,7 +41,7 @@ struct Sweep {
       *kS[SEGMENT_CHUNKS], *kR[SEGMENT_CHUNKS];
   float *S[SEGMENT_CHUNKS], *R[SEGMENT_CHUNKS];  // incoming states of the chunks, panels of the block's columns
   float *uL, *wL;                                // [C][NR]
-  float *dout, *doc, *dou, *dow;                 // do times 1, go, eu, E go
+  float *dout, *dou, *dow;                       // do times 1, eu, E go
   float *nz, *ny, *dp, *dkS, *dkR;               // nz = -gamma z, ny = -beta y
   float *doutT, *uT, *wT, *dkST, *dkRT;          // [CP][columns][NR]
   float* sums;                                   // [SUMS][C][W]
@@ -55,7 +55,7 @@ struct Sweep {
     }
     uL = m.floats(C * NR);
     wL = m.floats(C * NR);
-    for (float** a : {&dout, &doc, &dou, &dow, &nz, &ny, &dp, &dkS, &dkR, &doutT, &uT, &wT, &dkST, &dkRT})
+    for (float** a : {&dout, &dou, &dow, &nz, &ny, &dp, &dkS, &dkR, &doutT, &uT, &wT, &dkST, &dkRT})
       *a = m.floats(n);
     sums = m.floats(SUMS * C * W);
   }
@@ -96,10 +96,11 @@ INLINE void sweep_tile(const Problem& p, const Task& task, const Chunk& ch, cons
     clear(x);
     mul_rows(x, k, ldk, dR, K);
     scale_rows(x, ch.L + j0);
-    mul_columns(x, ch.A + below, C, w.doc + later, rest);
-    mul_lower_transposed<0>(x, ch.A + diagonal, C, w.doc + panel + at);
-    if (p.delta) {
-      mul_columns(x, ch.G + below, C, w.nz + later, rest);
+    mul_lower_transposed<0>(x, ch.Ag + diagonal, C, dout);
+    if (!p.delta) {
+      mul_columns(x, ch.Ag + below, C, w.dout + later, rest);
+    } else {
+      mul_sum<2>(x, {ch.Ag + below, ch.G + below}, 1, C, {w.dout + later, w.nz + later}, rest);
       solve_lower_transposed(x, ch.G + diagonal, C, ch.gamma + j0);
     }
     add_rows(sums + SUM_GAMMA * C * W, x, st.y + at);
@@ -131,18 +132,18 @@ INLINE void sweep_tile(const Problem& p, const Task& task, const Chunk& ch, cons
   clear(x);
   mul_rows(x, k, ldk, dS, K);
   scale_rows(x, ch.L + j0);
-  mul_columns(x, ch.Au + below, C, w.dout + later, rest);
   if (p.residual) {
     mul_lower_transposed<1>(x, ch.Au + diagonal, C, dout);
-    mul_columns(x, ch.Gp + below, C, w.dp + later, rest);
     mul_lower_transposed<1>(x, ch.Gp + diagonal, C, w.dp + panel + at);
+    const float *au = ch.Au + below, *gp = ch.Gp + below, *o = w.dout + later, *dp = w.dp + later;
+    if (p.delta) mul_sum<3>(x, {au, gp, ch.G + below}, 1, C, {o, dp, w.ny + later}, rest);
+    else mul_sum<2>(x, {au, gp}, 1, C, {o, dp}, rest);
   } else {
     mul_lower_transposed<0>(x, ch.Au + diagonal, C, dout);
+    mul_columns(x, ch.Au + below, C, w.dout + later, rest);
+    if (p.delta) mul_columns(x, ch.G + below, C, w.ny + later, rest);
   }
-  if (p.delta) {
-    mul_columns(x, ch.G + below, C, w.ny + later, rest);
-    solve_lower_transposed(x, ch.G + diagonal, C, ch.beta + j0);
-  }
+  if (p.delta) solve_lower_transposed(x, ch.G + diagonal, C, ch.beta + j0);
   add_rows(sums + SUM_BETA * C * W, x, st.x + at);
   scale_rows(x, ch.beta + j0);
   EACH(M, de.v[i][j] += x.v[i][j]);
@@ -171,7 +172,6 @@ inline void sweep_strip(const Problem& p, const Task& task, const Chunk& ch, con
     put(w.dou + at, x, ch.eu + i0);
     if (p.fitted) {
       scale_rows(x, ch.go + i0);
-      put(w.doc + at, x);
       put(w.dow + at, x, ch.E + i0);
     }
     starts[count++] = (int)i0;
@@ -194,36 +194,38 @@ INLINE void add_lanes(V (&sums)[NV], int M, const V (*x)[NV], const float* panel
 inline void sweep_keys(const Problem& p, const Chunk& ch, const Sweep& w, const Part& part, const float* S,
                        const float* R, const float* dS, const float* dR, int64_t strips) {
   const int64_t step = p.K * NR, columns = strips * NR;
-  for (int64_t s = 0; s * NR < ch.c; ++s) {
-    const int64_t at = s * NR, b = s * columns * NR, t = s * p.K * NR;
-    V qS[NV] = {}, qR[NV] = {}, kd[NV] = {};
-    tiles(p.K, [&](auto m, int64_t d) {
-      constexpr int M = decltype(m)::value;
+  V qS[CP][NV] = {}, qR[CP][NV] = {}, kd[CP][NV] = {};
+  tiles(p.K, [&](auto m, int64_t d) {
+    constexpr int M = decltype(m)::value;
+    for (int64_t s = 0; s * NR < ch.c; ++s) {  // inside: a tile's rows of four states are in the first-level cache
+      const int64_t at = s * NR, b = s * columns * NR, t = s * p.K * NR;
       Tile<M> x, y;
       clear(x);
       mul_panels(x, S + d * NR, step, w.doutT + b, strips);
-      add_lanes(qS, M, x.v, ch.qT + t + d * NR);
+      add_lanes(qS[s], M, x.v, ch.qT + t + d * NR);
       EACH(M, x.v[i][j] *= load(ch.eu + at + j * W));
       if (p.fitted) {
         clear(y);
         mul_panels(y, R + d * NR, step, w.doutT + b, strips);
-        add_lanes(qR, M, y.v, ch.qT + t + d * NR);
+        add_lanes(qR[s], M, y.v, ch.qT + t + d * NR);
         EACH(M, x.v[i][j] += y.v[i][j] * (load(ch.E + at + j * W) * load(ch.go + at + j * W)));
       }
       put(part.dqT + t + d * NR, x);
       clear(x);
       mul_panels(x, dS + d * NR, step, w.uT + b, strips);
       if (p.fitted) mul_panels(x, dR + d * NR, step, w.wT + b, strips);
-      add_lanes(kd, M, x.v, ch.kT + t + d * NR);
+      add_lanes(kd[s], M, x.v, ch.kT + t + d * NR);
       EACH(M, x.v[i][j] *= load(ch.L + at + j * W));
       if (p.delta || p.residual) mul_panels(x, S + d * NR, step, w.dkST + b, strips);
       if (p.delta && p.fitted) mul_panels(x, R + d * NR, step, w.dkRT + b, strips);
       put(part.dkT + t + d * NR, x);
-    });
+    }
+  });
+  for (int s = 0; s < CP; ++s) {
     for (int j = 0; j < NV; ++j) {
-      store(part.qS + at + j * W, qS[j]);
-      store(part.qR + at + j * W, qR[j]);
-      store(part.kd + at + j * W, kd[j]);
+      store(part.qS + s * NR + j * W, qS[s][j]);
+      store(part.qR + s * NR + j * W, qR[s][j]);
+      store(part.kd + s * NR + j * W, kd[s][j]);
     }
   }
 }
@@ -264,18 +266,18 @@ inline void sweep_pairs(const Problem& p, const Chunk& ch, const Sweep& w, const
 // d <- decay * d + q^T do + k^T dk, one panel [K][NR]; returns <d, S> of what came in.
 inline float absorb_adjoint(const Problem& p, const Chunk& ch, const float* S, float* d, const float* dout,
                             const float* dk) {
-  V dot = V{};
+  V dot[NV] = {};
   tiles(p.K, [&](auto m, int64_t n) {
     constexpr int M = decltype(m)::value;
     Tile<M> x;
     get(x, d + n * NR);
-    EACH(M, dot += x.v[i][j] * load(S + (n + i) * NR + j * W));
+    EACH(M, dot[j] += x.v[i][j] * load(S + (n + i) * NR + j * W));
     EACH(M, x.v[i][j] *= splat(ch.decay));
     mul_columns(x, ch.q + n, p.ldk, dout, ch.c);
     if (dk) mul_columns(x, ch.k + n, p.ldk, dk, ch.c);
     put(d + n * NR, x);
   });
-  return sum(dot);
+  return sum(dot[0] + dot[1]);
 }
 
 // to[CP][columns][NR] = the transpose of the block's panels x.
@@ -316,8 +318,14 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
     const Chunk& ch = chunks[i];
     const Part& part = parts[i];
     memset(w.sums, 0, SUMS * C * W * 4);
-    for (int64_t s = 0; s < strips; ++s)
+    for (int64_t s = 0; s < strips; ++s) {
+      prefetch_tokens(p, task, ch.t - SEGMENT, C, first + s, p.strips);
+      for (int64_t d = 0; d < size; d += 16) {  // for sweep_keys, which reads them across the panels
+        __builtin_prefetch(w.S[i] + s * size + d, 0, 2);
+        if (p.fitted) __builtin_prefetch(w.R[i] + s * size + d, 0, 2);
+      }
       sweep_strip(p, task, ch, w, w.strip(i, s), dS + s * size, dR + s * size, s * C * NR, first + s);
+    }
     float* const sums[SUMS] = {part.beta, part.gamma, part.E, part.Ep, part.r};
     for (int n = 0; n < SUMS; ++n)
       for (int64_t t = 0; t < C; ++t) sums[n][t] = sum(load(w.sums + (n * C + t) * W));

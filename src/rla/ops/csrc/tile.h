@@ -65,6 +65,25 @@ template <int M> INLINE void mul_columns(Tile<M>& c, const float* a, int64_t ld,
   mul(c, a, 1, ld, b, depth);
 }
 
+// c += a[0] b[0] + a[1] b[1] + ...: one loop for products of the same depth, each too short for a loop of its own.
+template <int N, int M>
+INLINE void mul_sum(Tile<M>& c, const float* const (&a)[N], int64_t si, int64_t sn, const float* const (&b)[N],
+                    int64_t depth) {
+  Tile<M> t = c;
+  for (int64_t n = 0; n < depth; ++n) {
+    unroll<N>([&](auto l) __attribute__((always_inline)) {
+      const float *x = a[l.value] + n * sn, *y = b[l.value] + n * NR;
+      V b0 = load(y), b1 = load(y + W);
+      unroll<M>([&](auto i) __attribute__((always_inline)) {
+        V z = splat(x[i * si]);
+        t.v[i][0] += z * b0;
+        t.v[i][1] += z * b1;
+      });
+    });
+  }
+  c = t;
+}
+
 // c += a b where a is given by panels [rows][NR], `a_step` apart, and b has NR rows for each of them.
 template <int M>
 INLINE void mul_panels(Tile<M>& c, const float* a, int64_t a_step, const float* b, int64_t count) {
