@@ -24,6 +24,7 @@ class Command:
 
 COMMANDS = {
     "doctor": Command("rla.doctor:main", "what is installed, which backends are usable here, and what to set", None),
+    "generate": Command("rla.models.generate:main", "stream text from a saved model", "hf"),
     "bench kernels": Command("rla.bench.kernels:main", "time attend's backends beside their peers, over lengths", "bench"),
     "bench decode": Command("rla.bench.decode:main", "time the one-token step beside one pass over its states", "bench"),
 }

@@ -4,7 +4,7 @@ Tensors come in detached and checked. Inputs keep their strides as long as the l
 become contiguous float32. The kernels take q, k, v in float32, bfloat16 or float16, sum in float32 and keep states
 in float32; they use as many threads as torch would, and give the same bits for any number of them.
 
-`saved`, what forward leaves for backward, holds the states at every 128th token in panels of value columns,
+`saved`, what forward leaves for backward, holds the states at every 256th token in panels of value columns,
 [slots, heads, S and R, elements]: backward computes the rest again.
 """
 
