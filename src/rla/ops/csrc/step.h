@@ -1,6 +1,5 @@
-// One token: states in the caller's layout [B, HV, K, V], updated in place. Bound by memory: a state is read row by
-// row, then updated from the second-level cache while the next one is fetched. (Blocks of columns that would stay in
-// the first level do not: rows a power of two apart share its sets.)
+// One token: states in the caller's layout [B, HV, K, V], updated in place. Bound by memory, so a block of columns
+// small enough for the first-level cache is read once, updated from there, and the next block is fetched meanwhile.
 //
 //     u = beta (v - [delta] alpha k S)                  S <- alpha S + k^T u
 //     w = gamma (psi(v - k S) - [delta] alpha k R)      R <- alpha R + k^T w
@@ -12,73 +11,61 @@ namespace RLA_ISA {
 
 struct Token {
   float q[256], k[256], v[256], o[256];
-  float kM[256], qM[256], u[256], r[256];  // of the state in hand
   float alpha, beta, gamma, qk;
 };
 
-// kM = k M, qM = q M for the columns from..end, whole vectors of them. ROWS rows share a pass over the sums.
-template <int ROWS> INLINE void read_rows(const Problem& p, Token& t, const float* M, int64_t d, int64_t from, int64_t end) {
-  V k[ROWS], q[ROWS];
-  unroll<ROWS>([&](auto i) __attribute__((always_inline)) { k[i] = splat(t.k[d + i]), q[i] = splat(t.q[d + i]); });
-  for (int64_t c = from; c < end; c += W) {
-    V x = load(t.kM + c), y = load(t.qM + c);
-    unroll<ROWS>([&](auto i) __attribute__((always_inline)) {
-      V m = load(M + (d + i) * p.V + c);
-      x += k[i] * m;
-      y += q[i] * m;
+// kM = k M, qM = q M for NB vectors of columns of M [K, V].
+template <int NB> INLINE void read_state(const Problem& p, const Token& t, const float* M, V (&kM)[NB], V (&qM)[NB]) {
+  V x[NB] = {}, y[NB] = {};
+  for (int64_t d = 0; d < p.K; ++d, M += p.V) {
+    V k = splat(t.k[d]), q = splat(t.q[d]);
+    unroll<NB>([&](auto j) __attribute__((always_inline)) {
+      V m = load(M + j * W);
+      x[j] += k * m;
+      y[j] += q * m;
     });
-    store(t.kM + c, x);
-    store(t.qM + c, y);
   }
-}
-inline void read_state(const Problem& p, Token& t, const float* M, int64_t from, int64_t end) {
-  memset(t.kM + from, 0, (end - from) * 4);
-  memset(t.qM + from, 0, (end - from) * 4);
-  int64_t d = 0;
-  for (; d + 4 <= p.K; d += 4) {
-    for (int64_t i = d + 8; i < least<int64_t>(d + 12, p.K); ++i)
-      for (int64_t c = from; c < end; c += 16) __builtin_prefetch(M + i * p.V + c);
-    read_rows<4>(p, t, M, d, from, end);
-  }
-  for (; d < p.K; ++d) read_rows<1>(p, t, M, d, from, end);
+  unroll<NB>([&](auto j) __attribute__((always_inline)) { kM[j] = x[j], qM[j] = y[j]; });
 }
 
-// M <- alpha M + k^T u, from the last row, which is still in the first-level cache, to the first; `next` is a state to
-// fetch meanwhile, or null.
-inline void write_state(const Problem& p, const Token& t, float* M, int64_t from, int64_t end, const float* next) {
-  const V alpha = splat(t.alpha);
-  for (int64_t d = p.K - 1; d >= 0; --d) {
-    const V k = splat(t.k[d]);
-    float* row = M + d * p.V;
-    if (next)
-      for (int64_t c = from; c < end; c += 16) __builtin_prefetch(next + (p.K - 1 - d) * p.V + c, 1, 2);
-    for (int64_t c = from; c < end; c += W) store(row + c, alpha * load(row + c) + k * load(t.u + c));
+// M <- alpha M + k^T u; `next` are columns of a state to fetch meanwhile, or null.
+template <int NB>
+INLINE void write_state(const Problem& p, const Token& t, float* M, const V (&u_)[NB], const float* next) {
+  V u[NB], alpha = splat(t.alpha);
+  unroll<NB>([&](auto j) __attribute__((always_inline)) { u[j] = u_[j]; });
+  for (int64_t d = 0; d < p.K; ++d, M += p.V) {
+    V k = splat(t.k[d]);
+    if (next) {
+      for (int b = 0; b < NB * W; b += 16) __builtin_prefetch(next + b, 1);
+      next += p.V;
+    }
+    unroll<NB>([&](auto j) __attribute__((always_inline)) { store(M + j * W, alpha * load(M + j * W) + k * u[j]); });
   }
 }
 
-// Columns from..end, whole vectors of them; `next`: the state to be read after these.
-inline void step_vectors(const Problem& p, Token& t, float* S, float* R, int64_t from, int64_t end, const float* next) {
+// NB vectors of columns, from column c; `after`: whether as many columns follow.
+template <int NB> INLINE void step_block(const Problem& p, Token& t, float* S, float* R, int64_t c, bool after) {
   const V alpha = splat(t.alpha), base = splat(p.sum ? 1.f : t.alpha), go = splat(p.gated ? t.gamma : 1.f);
-  const V qk = splat(t.qk), beta = splat(t.beta), gamma = splat(t.gamma);
-  read_state(p, t, S, from, end);
-  for (int64_t c = from; c < end; c += W) {
-    V v = load(t.v + c), ks = load(t.kM + c), u = beta * (p.delta ? v - alpha * ks : v), r = psi(v - ks, p);
-    V o = base * load(t.qM + c);
-    if (!p.residual) o += qk * u;
-    else if (!p.fitted) o += go * qk * r;
-    store(t.u + c, u);
-    store(t.r + c, r);
-    store(t.o + c, o);
+  V ks[NB], qs[NB], u[NB], r[NB], o[NB];
+  read_state(p, t, S + c, ks, qs);
+  unroll<NB>([&](auto j) __attribute__((always_inline)) {
+    V v = load(t.v + c + j * W);
+    u[j] = splat(t.beta) * (p.delta ? v - alpha * ks[j] : v);
+    r[j] = psi(v - ks[j], p);
+    o[j] = base * qs[j];
+    if (!p.residual) o[j] += splat(t.qk) * u[j];
+    else if (!p.fitted) o[j] += go * splat(t.qk) * r[j];
+  });
+  write_state(p, t, S + c, u, p.fitted ? R + c : after ? S + c + NB * W : nullptr);
+  if (p.fitted) {
+    read_state(p, t, R + c, ks, qs);
+    unroll<NB>([&](auto j) __attribute__((always_inline)) {
+      u[j] = splat(t.gamma) * (p.delta ? r[j] - alpha * ks[j] : r[j]);
+      o[j] += go * (alpha * qs[j] + splat(t.qk) * u[j]);
+    });
+    write_state(p, t, R + c, u, after ? S + c + NB * W : nullptr);
   }
-  write_state(p, t, S, from, end, p.fitted ? R : next);
-  if (!p.fitted) return;
-  read_state(p, t, R, from, end);
-  for (int64_t c = from; c < end; c += W) {
-    V r = load(t.r + c), u = gamma * (p.delta ? r - alpha * load(t.kM + c) : r);
-    store(t.u + c, u);
-    store(t.o + c, load(t.o + c) + go * (alpha * load(t.qM + c) + qk * u));
-  }
-  write_state(p, t, R, from, end, next);
+  unroll<NB>([&](auto j) __attribute__((always_inline)) { store(t.o + c + j * W, o[j]); });
 }
 
 // The columns that do not fill a vector.
@@ -120,6 +107,7 @@ inline void load_key(const Problem& p, const void* source, int64_t at, float* x)
 
 // Columns first .. end - 1 of value head h of batch row b.
 inline void step_columns(const Problem& p, int64_t b, int64_t h, int64_t first, int64_t end) {
+  constexpr int NB = 4;
   const Args& a = p.a;
   const Task task(p, b, h);
   Token t;
@@ -134,10 +122,10 @@ inline void step_columns(const Problem& p, int64_t b, int64_t h, int64_t first, 
   t.beta = a.beta ? a.beta[gate] : 1;
   t.gamma = a.gamma ? a.gamma[gate] : 1;
   float *S = a.S + gate * p.K * p.V, *R = p.fitted ? a.R + gate * p.K * p.V : nullptr;
-  const int64_t whole = first + (end - first) / W * W;
-  const float* next = gate + 1 < a.B * a.HV && first == 0 ? S + p.K * p.V : nullptr;
-  if (first < whole) step_vectors(p, t, S, R, first, whole, next);
-  for (int64_t c = whole; c < end; ++c) step_column(p, t, S, R, c);
+  int64_t c = first;
+  for (; c + NB * W <= end; c += NB * W) step_block<NB>(p, t, S, R, c, c + 2 * NB * W <= end);
+  for (; c + W <= end; c += W) step_block<1>(p, t, S, R, c, c + 2 * W <= end);
+  for (; c < end; ++c) step_column(p, t, S, R, c);
   store_row(p.dtype, a.o, gate * p.V + first, t.o + first, end - first);
 }
 
