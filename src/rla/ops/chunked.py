@@ -37,10 +37,13 @@ def refuses(device: str, dtype: torch.dtype, K: int, V: int, vector: bool) -> st
     return None
 
 
+def _chunk_size(method: Method) -> int:
+    return CHUNK_VECTOR if method.decay == "vector" else CHUNK
+
+
 def saved_shape(q: Tensor, v: Tensor, N: int, method: Method) -> tuple[int, ...]:
     """Shape of the states kept for backward: at most one set for each chunk of N sequences."""
-    C = CHUNK_VECTOR if method.decay == "vector" else CHUNK
-    chunks = q.shape[0] * q.shape[1] // C + N
+    chunks = q.shape[0] * q.shape[1] // _chunk_size(method) + N
     return (chunks, 2 if method.has_R else 1, v.shape[2], q.shape[3], v.shape[3])
 
 
@@ -80,7 +83,7 @@ def forward(
     saved = q.new_empty(saved_shape(q, v, N, method) if save else 0, dtype=dtype)
     o = q.new_empty(B, T, HV, V)
     used = 0
-    for rows, tokens, states, chunks in _steps(B, T, bounds, CHUNK_VECTOR if method.decay == "vector" else CHUNK):
+    for rows, tokens, states, chunks in _steps(B, T, bounds, _chunk_size(method)):
         c = _Chunk.load(q, k, v, log_alpha, beta, gamma, rows, tokens, method)
         Sn, Rn = S[states], R[states] if method.has_R else None
         if save:
@@ -120,7 +123,7 @@ def backward(
     grads = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
     dS = dS.clone()
     dR = dR.clone() if dR is not None else torch.zeros_like(dS[:0])
-    steps = list(_steps(B, T, bounds, CHUNK_VECTOR if method.decay == "vector" else CHUNK))
+    steps = list(_steps(B, T, bounds, _chunk_size(method)))
     for rows, tokens, states, chunks in reversed(steps):
         c = _Chunk.load(*inputs, rows, tokens, method)
         Sn, Rn = saved[chunks, 0], saved[chunks, 1] if method.has_R else None
