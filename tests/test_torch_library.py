@@ -12,6 +12,12 @@ from rla.ops.step import _step
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Each test compiles for itself: one function compiled for every case would meet torch's limit of recompilations."""
+    torch.compiler.reset()
+
+
 def compiler() -> str:
     """Inductor where it finds a C++ compiler; else the same tracing without code generation."""
     from torch._inductor import cpp_builder, exc

@@ -76,6 +76,10 @@ class Workload:
         where = f"{self.threads} thread{'s' * (self.threads > 1)}" if self.device == "cpu" else torch.cuda.get_device_name()
         return f"B={self.batch} H={self.heads} K=V={self.dim} {self.dtype}, {where}"
 
+    def columns(self) -> dict[str, int | str]:
+        """What a CSV row says of the workload; the threads are told with the machine."""
+        return {name: getattr(self, name) for name in ("batch", "heads", "dim", "dtype", "device")}
+
     def tensor_bytes(self, T: int) -> int:
         """Of q, k, v, the output and their gradients."""
         return 8 * self.batch * T * self.heads * self.dim * getattr(torch, self.dtype).itemsize
