@@ -20,12 +20,19 @@ class Command:
     target: str  # "module:function"
     help: str
     extra: str | None  # what to install for it; None: nothing
+    parses: bool = False  # whether the function takes the command line itself, instead of options made by tyro
 
 
 COMMANDS = {
     "doctor": Command("rla.doctor:main", "what is installed, which backends are usable here, and what to set", None),
+    "tokenizer train": Command("rla.data.tokenizer:main_train", "make a byte-level BPE tokenizer from text", "train"),
+    "prepare": Command("rla.data.prepare:main", "turn text, JSONL, Parquet or a dataset into token shards", "train"),
+    "plan": Command("rla.train.plan:main", "what a recipe needs: parameters, memory, operations, days", "train", parses=True),
+    "train": Command("rla.train.command:main", "train a model as a recipe says, or go on with it", "train", parses=True),
+    "export": Command("rla.train.export:main", "a checkpoint of a run as a Hugging Face folder", "train"),
     "generate": Command("rla.models.generate:main", "stream text from a saved model", "hf"),
     "bench kernels": Command("rla.bench.kernels:main", "time attend's backends beside their peers, over lengths", "bench"),
+    "bench train": Command("rla.train.throughput:main", "time training steps, by part, beside the baselines", "train"),
     "bench decode": Command("rla.bench.decode:main", "time the one-token step beside one pass over its states", "bench"),
 }
 
@@ -60,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
     if command.extra is None:
         argparse.ArgumentParser(f"rla {name}", description=run.__doc__).parse_args(rest)
         return run()
+    if command.parses:
+        return run(rest)
     import tyro
 
     return tyro.cli(run, prog=f"rla {name}", args=rest) or 0

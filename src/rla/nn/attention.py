@@ -20,6 +20,7 @@ heads as value heads, keys and values of head_dim channels):
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -110,6 +111,7 @@ class ResidualAttention(nn.Module):
         self.gates = Gates(hidden_size, num_heads, self.head_dim, self.method)
         self.D = no_weight_decay(nn.Parameter(torch.ones(num_heads))) if self.method.rate == "dt" else None
         self.norm = GatedRMSNorm(self.head_dim, norm_eps)
+        self.observer: Callable[..., None] | None = None  # called with the six tensors that go to the op
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, backend={self.backend}"
@@ -148,6 +150,8 @@ class ResidualAttention(nn.Module):
             position_ids = self._positions(x, state, cu_seqlens, position_ids)
             q, k = rotate(q, position_ids, self.rope_theta), rotate(k, position_ids, self.rope_theta)
         log_alpha, beta, gamma = self.gates(x)
+        if self.observer is not None:
+            self.observer(q, k, v, log_alpha, beta, gamma)
         memory = None if state is None else state.memory
         if x.shape[1] == 1 and cu_seqlens is None and memory is not None and not torch.is_grad_enabled():
             out = step(q, k, v, log_alpha, beta, gamma, method=self.method, state=memory, backend=self.backend)

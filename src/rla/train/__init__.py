@@ -1,0 +1,1 @@
+"""Pretraining over PyTorch's own engine: recipes, the loop, checkpoints, metrics."""
