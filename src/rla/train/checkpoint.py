@@ -95,11 +95,11 @@ def newest_whole(folder: Path, report: Callable[[str], None]) -> tuple[Path, Pro
     return None
 
 
-def load(path: Path, state: dict[str, Tensor]) -> None:
-    """Read the tensors of a checkpoint into those of `state`, in place; every process takes its part."""
+def load(path: Path, state: dict[str, Tensor], *, alone: bool = False) -> None:
+    """Read the tensors of a checkpoint into those of `state`, in place; every process takes its part, or one `alone` all."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=not torch.distributed.is_initialized())
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=alone)
 
 
 class Checkpoints:
@@ -107,6 +107,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int, main: bool) -> None:
         self.folder, self.keep, self.keep_every, self.main = folder / "checkpoints", keep, keep_every, main
+        self._group = torch.distributed.new_group(backend="gloo")  # its messages must not mix with those of training
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if main:
@@ -123,7 +124,8 @@ class Checkpoints:
         partial = path.with_name(path.name + ".partial")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            future = dcp.async_save(state, storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True))
+            writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
+            future = dcp.async_save(state, storage_writer=writer, process_group=self._group)
         self._thread = threading.Thread(target=self._finish, args=(future, partial, path, progress), daemon=True)
         self._thread.start()
 

@@ -89,17 +89,13 @@ def build(config: RLAConfig, seed: int, parallel: Parallel, world: World) -> RLA
 
 
 def shard(model: RLAForCausalLM, parallel: Parallel, world: World) -> None:
-    """FSDP2: each block gathers its weights when it runs. Gradients are summed, not averaged, in float32."""
+    """FSDP2: each block gathers its weights when it runs. Gradients are averaged over processes, in float32."""
     dtype = torch.bfloat16 if parallel.precision == "bfloat16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     mesh = _mesh(parallel, world)
     for block in model.model.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    assert isinstance(model, FSDPModule)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
 
 
 def _mesh(parallel: Parallel, world: World) -> DeviceMesh:

@@ -33,7 +33,7 @@ def export(run: Path, out: Path, step: int | None = None) -> int:
     source = open_source(recipe)
     model = RLAForCausalLM(recipe.model.config(source.batches.vocab_size, source.end_of_text))
     with torch.no_grad():
-        load(path, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
+        load(path, {f"model.{name}": p.detach() for name, p in model.named_parameters()}, alone=True)
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)

@@ -283,7 +283,7 @@ class Run:
         for i, part in enumerate(parts):
             engine.accumulate(self.model, i == len(parts) - 1)
             loss = self.model(**model_inputs(part, self.world.device), num_items_in_batch=count, use_cache=False).loss
-            loss.backward()
+            (loss * self.world.size).backward()  # gradients are averaged over processes, and the loss is a part of the whole
             losses.append(loss.detach())
         own = torch.stack(losses).tolist()
         norm = engine.clip_gradients(self.model, self.recipe.optimizer.clip).item()
