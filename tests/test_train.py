@@ -1,8 +1,12 @@
 """Training: exact resumption, any number of processes, what breaks and what is said of it."""
 
+import fcntl
 import json
 import random
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,6 +213,15 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
         loop.train(recipe(tmp_path), quiet=True)
 
 
+def test_two_runs_in_one_folder_are_refused(tmp_path):
+    folder = tmp_path / "run"
+    with (tmp_path / ".run.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(RecipeError, match="another process is training in"):
+            loop.train(recipe(folder), quiet=True)
+    assert not folder.exists()
+
+
 def test_a_finished_run_is_left_alone(whole):
     before = weights(whole)
     assert run(whole) == [0]
@@ -294,3 +307,29 @@ def test_tensorboard(tmp_path):
     r = recipe(tmp_path / "run", log__tracker="tensorboard", schedule__total_tokens=128 * 3, schedule__warmup_tokens=0)
     loop.train(r, quiet=True)
     assert list((r.folder / "tensorboard").iterdir())
+
+
+@pytest.mark.slow
+def test_accelerate_launches_the_trainer_on_two_processes(tmp_path):
+    script = Path(__file__).with_name("accelerate_script.py")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", str(script), str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first["processes"] == second["processes"] == 2
+    assert first["weight"] == second["weight"]
+    assert first["losses"][-1] < first["losses"][0] - 0.5
+
+
+@pytest.mark.slow
+def test_torchrun_trains(tmp_path):
+    toml = tmp_path / "small.toml"
+    toml.write_text(
+        f'out = "{tmp_path / "run"}"\n[model]\nhidden_size = 16\nintermediate_size = 24\nnum_hidden_layers = 1\n'
+        "num_attention_heads = 2\n[data]\nlength = 16\n[schedule]\nbatch_tokens = 64\ntotal_tokens = 320\nwarmup_tokens = 64\n"
+        '[parallel]\ndevice = "cpu"\n[log]\nevery = 1\nevaluate_tokens = 64\n'
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "rla", "train", str(toml)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    assert "2 processes on cpu" in done.stderr
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()

@@ -57,15 +57,16 @@ class Encoder:
 def encode_all(items: Iterable[Block], folder: Path, end: int, processes: int) -> Generator[Encoded]:
     """Blocks encoded by processes, in order, not far ahead of whoever takes them."""
     if processes == 1:
+        encoder = Encoder(folder)
         for block in items:
-            yield encode(block, folder, end)
+            yield encode(block, encoder, end)
         return
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker)
     waiting: deque[Future[Encoded]] = deque()
     try:
         for block in items:
-            waiting.append(pool.submit(encode, block, folder, end))
+            waiting.append(pool.submit(_encode_in_worker, block, folder, end))
             if len(waiting) > 2 * processes:
                 yield waiting.popleft().result()
         while waiting:
@@ -78,10 +79,10 @@ def encode_all(items: Iterable[Block], folder: Path, end: int, processes: int) -
         pool.shutdown(cancel_futures=True)
 
 
-def encode(block: Block, folder: Path, end: int) -> Encoded:
-    """One block, with the tokenizer saved in `folder`."""
+def encode(block: Block, encoder: Encoder, end: int) -> Encoded:
+    """One block; `end` follows each of its documents."""
     texts = list(block.texts())
-    ids = _encoder(folder).encode(texts)
+    ids = encoder.encode(texts)
     lengths = np.array([len(i) + 1 for i in ids], np.int64)
     tokens = np.full(int(lengths.sum()), end, np.uint32)
     for at, i in zip(np.cumsum(lengths) - lengths, ids, strict=True):
@@ -89,9 +90,13 @@ def encode(block: Block, folder: Path, end: int) -> Encoded:
     return Encoded(tokens, lengths, np.array([len(text.encode()) for text in texts], np.int64), block.consumed)
 
 
+def _encode_in_worker(block: Block, folder: Path, end: int) -> Encoded:
+    return encode(block, _worker_encoder(folder), end)
+
+
 @lru_cache(maxsize=1)
-def _encoder(folder: Path) -> Encoder:
-    return Encoder(folder)
+def _worker_encoder(folder: Path) -> Encoder:
+    return Encoder(folder)  # a worker serves one folder as long as it lives
 
 
 def _start_worker() -> None:

@@ -29,7 +29,7 @@ from .order import stream
 from .shards import VERSION, Index
 from .sources import BLOCK_BYTES, HUB, blocks, check_inputs
 from .tokenizer import end_of_text, fingerprint, load_tokenizer
-from .writer import ShardWriter, sync_folder, write_durably
+from .writer import ShardWriter, sync, write_durably
 
 JOURNAL = "journal.json"
 JOURNAL_SECONDS = 10.0  # work that a crash may cost
@@ -90,7 +90,7 @@ def prepare(
         for folder in work.writers:
             loaded.save_pretrained(str(folder / "tokenizer"))
         encoded = encode_all(
-            itertools.islice(blocks(names, field=text_field, split=split), work.blocks, None),
+            itertools.islice(blocks(names, field=text_field, split=split, size=BLOCK_BYTES), work.blocks, None),
             next(iter(work.writers)) / "tokenizer",
             work.end_of_text,
             processes,
@@ -101,8 +101,10 @@ def prepare(
                 work.add(block)
                 report(work.counts)
             work.finish()
+        for path in (partial / "data").rglob("*"):
+            sync(path)
         os.rename(partial / "data", out)
-        sync_folder(out.parent)
+        sync(out.parent)
         (partial / JOURNAL).unlink()
     return work.counts
 
@@ -155,9 +157,8 @@ class _Work:
                     f"{folder.name}; expected a share that gives each split one, or prepare the two apart"
                 )
         self._note()
-        for folder, writer in self.writers.items():
+        for writer in self.writers.values():
             writer.finish(vocab_size=self.vocab_size, end_of_text=self.end_of_text, tokenizer=self.settings["tokenizer"])
-            sync_folder(folder)
 
     def close(self) -> None:
         """Let the files go; what came after the last note is made again by the next call."""
@@ -295,7 +296,7 @@ def main(
 
 
 def parse_count(text: str, name: str) -> int:
-    """The number that the option `name` gives: `100M` is 100,000,000; K, M and B (thousand millions), and fractions such as 1.5B, are understood."""
+    """What the option `name` says: 100M is 100,000,000; K, M and B (thousand millions), also with a fraction such as 1.5B."""
     factor = {"K": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:].upper(), 1)
     try:
         number = float(text[:-1] if factor > 1 else text) * factor

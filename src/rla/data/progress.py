@@ -20,7 +20,8 @@ class Progress:
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
         console = Console(file=sys.stderr)
         self._bar = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("reading", total=total or None)
+        self._total = total or None
+        self._task = self._bar.add_task("reading", total=self._total)
         self._first: Counts | None = None
         self._since = time.monotonic()
         self._counts = Counts()
@@ -36,6 +37,7 @@ class Progress:
         """Called with the state at the start, which may be that of an earlier call, and after every block."""
         if self._first is None:
             self._first, self._since = counts, time.monotonic()
+            self._bar.reset(self._task, total=self._total, completed=counts.consumed)  # so that the time left is this call's
         self._counts = counts
         self._bar.update(self._task, completed=counts.consumed, description=self.summary())
 

@@ -133,8 +133,9 @@ class TokenDataset:
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Tokens start..stop-1 of the stream."""
+        parts = self._parts(start, stop)
         out = np.empty(stop - start, np.int64)
-        for number, first, last, at in self._parts(start, stop):
+        for number, first, last, at in parts:
             out[at : at + last - first] = self._tokens[number][first:last]
         return out
 
@@ -159,16 +160,17 @@ class TokenDataset:
     def _starts(self) -> list[NDArray[Any]]:
         return [_map(self.folder / f"{shard.name}.starts", STARTS, shard.documents) for shard in self.index.shards]
 
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+    def _parts(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
         """(shard, first, last + 1 within it, where that is in start..stop) for a range of the stream."""
         if not 0 <= start <= stop <= self.tokens:
             raise ValueError(f"start, stop: expected a range within the {self.tokens} tokens; got {start}, {stop}")
-        at = start
+        parts, at = [], start
         while at < stop:
             number, first = self.locate(at)
             last = min(first + stop - at, self.index.shards[number].tokens)
-            yield number, first, last, at - start
+            parts.append((number, first, last, at - start))
             at += last - first
+        return parts
 
 
 def check_tokenizer(dataset: TokenDataset, fingerprint: str) -> None:

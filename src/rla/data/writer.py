@@ -96,12 +96,12 @@ class _Appended:
 
     def __init__(self, path: Path, size: int):
         self.hash = hashlib.sha256()
+        if size and (found := path.stat().st_size) < size:
+            raise ValueError(f"{path} has {found} bytes; expected at least {size}: remove the unfinished folder to begin again")
         self._file: IO[bytes] = path.open("r+b" if size else "wb")
         if size:
             self._file.truncate(size)
             file_sha256(self._file, self.hash)
-            if self._file.tell() != size:
-                raise ValueError(f"{path} has {self._file.tell()} bytes; expected {size}: remove the unfinished folder")
 
     def write(self, data: NDArray[Any]) -> None:
         self._file.write(data.data)
@@ -123,12 +123,12 @@ def write_durably(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, durable."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

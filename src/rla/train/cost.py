@@ -71,6 +71,16 @@ def forward_flops(config: RLAConfig, length: int) -> dict[str, float]:
     }
 
 
+def backward_flops(config: RLAConfig, length: int) -> dict[str, float]:
+    """Per token, backward."""
+    return {part: flops * BACKWARD[part] for part, flops in forward_flops(config, length).items()}
+
+
+def recomputed_flops(config: RLAConfig, length: int) -> dict[str, float]:
+    """Per token, what activation checkpointing computes a second time: the blocks' forward pass."""
+    return {part: flops for part, flops in forward_flops(config, length).items() if part != "head"}
+
+
 def training_flops(config: RLAConfig, length: int) -> dict[str, float]:
     """Per token, forward and backward, nothing computed again but the op's states."""
     return {part: flops * (1 + BACKWARD[part]) for part, flops in forward_flops(config, length).items()}

@@ -16,9 +16,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 from ..bench.measure import Sgemm
 from ..data import Batch
@@ -39,13 +45,31 @@ def train(recipe: Recipe, *, quiet: bool = False) -> dict[str, Any]:
     """Train as the recipe says, or go on with what its folder holds; returns the last evaluation's or training step's row."""
     world = engine.start(recipe.parallel)
     try:
-        try:
-            run = Run(recipe, world, quiet=quiet or not world.main)
-        except (ValueError, FileNotFoundError) as error:
-            raise RecipeError(str(error)) from error
-        return run.go()
+        with _alone(recipe.folder, world):
+            try:
+                run = Run(recipe, world, quiet=quiet or not world.main)
+            except (ValueError, FileNotFoundError) as error:
+                raise RecipeError(str(error)) from error
+            return run.go()
     finally:
         engine.stop()
+
+
+@contextmanager
+def _alone(folder: Path, world: engine.World) -> Iterator[None]:
+    """Hold a lock beside the run's folder, so that no second run writes into it."""
+    path = folder.with_name(f".{folder.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        free = True
+        if world.main and fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                free = False
+        if not world.agree(free):
+            raise RecipeError(f"out: another process is training in {folder}")
+        yield
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import sys
 import types
@@ -291,7 +292,7 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """Read a TOML file."""
+    """Read a TOML file, or the recipe.json of a run."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -299,13 +300,13 @@ def load_recipe(path: str | Path) -> Recipe:
     path = Path(path)
     try:
         with path.open("rb") as file:
-            tree = tomllib.load(file)
+            tree = json.load(file) if path.suffix == ".json" else tomllib.load(file)
     except FileNotFoundError:
         near = sorted(str(p) for p in Path("recipes").glob("*.toml"))
         hint = f" There are: {', '.join(near)}" if near else ""
         raise RecipeError(f"{path}: no such recipe.{hint}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{path}: not TOML: {error}") from error
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise RecipeError(f"{path}: not {path.suffix.strip('.').upper() or 'TOML'}: {error}") from error
     try:
         return recipe_from_dict({"name": path.stem, **tree})
     except RecipeError as error:
@@ -330,12 +331,13 @@ def _build(cls: Any, tree: Any, where: str) -> Any:
 
 
 def _nearest(name: str) -> str:
-    """A hint for a misspelt field, of whatever section."""
+    """A hint for a misspelt section or field, or for the right field in another section."""
     tree = Recipe().to_dict()
-    known = [key for key, value in tree.items() if isinstance(value, dict)] + list(_flatten(tree))
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if not near:  # the right field in the wrong section
-        near = [other for other in known if other.split(".")[-1] == name.split(".")[-1]][:1]
+    fields = list(_flatten(tree))
+    near = [other for other in fields if other.split(".")[-1] == name.split(".")[-1]]
+    if not near:
+        sections = [key for key, value in tree.items() if isinstance(value, dict)]
+        near = difflib.get_close_matches(name, fields if "." in name else [*sections, *fields], n=1, cutoff=0.5)
     return f" Did you mean {near[0]}?" if near else ""
 
 

@@ -18,6 +18,7 @@ Not counted: what the allocator loses between blocks, the CUDA context (about 1 
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -34,16 +35,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..method import Method
 from ..models import RLAConfig, RLAForCausalLM
 from ..nn import RMSNorm
+from ..ops import triton
+from ..ops.attend import _decode
+from ..ops.backends import choose
 from . import engine
 from .recipe import Recipe
 
-KINDS = (
-    "weights", "optimizer", "gradients", "gathered", "activations", "op states", "loss", "backward", "op workspace", "reduction",
-)  # fmt: skip
-STATIC = KINDS[:3]  # what is there from one pass to the next
+STATIC = ("weights", "optimizer", "gradients")  # what is there from one pass to the next
+KINDS = (*STATIC, "gathered", "activations", "op states", "loss", "backward", "op workspace", "reduction")
 _ATTEND, _ATTEND_BACKWARD = torch.ops.rla.attend.default, torch.ops.rla.attend_backward.default
+_PLACES = {op: {x.name: i for i, x in enumerate(op._schema.arguments)} for op in (_ATTEND, _ATTEND_BACKWARD)}
 _CHUNK = {2: 64, 4: 32}  # tokens of a chunk of the Triton kernels, by bytes of an element
 
 
@@ -67,6 +71,7 @@ class Rehearsal:
     peak: dict[str, int]  # bytes by kind, at the moment when they are most
     traffic: Traffic  # of a step
     passes: int  # of a step, in each process
+    backend: str  # of the op; empty without one
 
     @property
     def total(self) -> int:
@@ -80,14 +85,12 @@ class Rehearsal:
 
 def rehearse(recipe: Recipe, config: RLAConfig, *, processes: int, device: Literal["gpu", "cpu"] = "gpu") -> Rehearsal:
     """A step of the recipe as the first of so many processes runs it, compilation aside."""
-    backend = "triton" if device == "gpu" else config.backend or "native"
-    config = RLAConfig.from_dict(
-        {**config.to_dict(), "backend": "chunked"}
-    )  # serves all; the ledger puts the other in its place
+    asked, config = config.backend, copy.deepcopy(config)
+    config.backend = "chunked"  # serves everything everywhere; the ledger puts the right one in its place
     world, parallel = engine.World(0, processes, torch.device("cpu")), recipe.parallel
     rows = world.rows(recipe.sequences)
     passes = -(-len(rows) // parallel.micro_sequences)
-    ledger, fake = _Ledger(backend), FakeTensorMode()
+    ledger, fake = _Ledger(device, asked), FakeTensorMode()
     with _group_of(processes):
         with fake:
             model = RLAForCausalLM(config).train()
@@ -120,7 +123,7 @@ def rehearse(recipe: Recipe, config: RLAConfig, *, processes: int, device: Liter
                 del loss
                 ledger.end_pass()
                 traffic += ledger.take_traffic() * (1 if last else passes - 1)
-    return Rehearsal(ledger.peak, traffic, passes)
+    return Rehearsal(ledger.peak, traffic, passes, " and ".join(sorted(ledger.backends)))
 
 
 @contextmanager
@@ -143,9 +146,10 @@ class _Entry:
 class _Ledger(TorchDispatchMode):
     """The book of storages: what each is for, from its first use to its end, and the moment of the largest sum."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, device: str, asked: str | None) -> None:
         super().__init__()
-        self.backend, self.phase = backend, "weights"
+        self.device, self.asked, self.phase = device, asked, "weights"
+        self.backends: set[str] = set()
         self.peak: dict[str, int] = {}
         self._entries: dict[int, _Entry] = {}
         self._now = self._most = 0
@@ -187,14 +191,28 @@ class _Ledger(TorchDispatchMode):
             return 0  # a check of values: nothing is wrong
         if func is torch.ops.aten.nonzero.default:  # every token has a label
             return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
-        if func is _ATTEND:
-            args = (*args[:10], self.backend, *args[11:])
+        backend = ""
+        if func in (_ATTEND, _ATTEND_BACKWARD):
+            at = _PLACES[func]
+            backend = self._backend(args[at["q"]], args[at["v"]], _decode(args[at["method"]]))
+            args = (*args[: at["backend"]], backend, *args[at["backend"] + 1 :])
         out = func(*args, **(kwargs or {}))
         self._tell(func, args, kwargs or {}, out)
-        workspace = _workspace(func, args, self.backend) if func in (_ATTEND, _ATTEND_BACKWARD) else 0
+        workspace = _workspace(func, args) if backend == "triton" else 0
         if self._now + workspace > self._most:
             self._record(workspace)
         return out
+
+    def _backend(self, q: Tensor, v: Tensor, method: Method) -> str:
+        """Of the op on the device that is planned for: this machine need not have it."""
+        if self.device == "cpu" or self.asked is not None:
+            name = choose(self.asked, q, v, method) if self.device == "cpu" else self.asked
+        else:
+            refused = triton.refuses("cuda", q.dtype, q.shape[3], v.shape[3], method.decay == "vector")
+            name = "triton" if refused is None else "chunked"
+        assert name is not None
+        self.backends.add(name)
+        return name
 
     def _tell(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         for x in tree_leaves(out):
@@ -227,23 +245,20 @@ class _Ledger(TorchDispatchMode):
             self._most, self.peak = self._now + workspace, peak
 
 
-def _workspace(func: Any, args: Any, backend: str) -> int:
-    """Bytes that the op's kernel holds while it runs, beyond what it returns; the buffers of ops/triton/launch.py.
+def _workspace(func: Any, args: Any) -> int:
+    """Bytes that the Triton kernels hold while they run, beyond what they return: the buffers of ops/triton/launch.py.
 
     The native kernels' scratch space does not grow with the sequence, and is left out.
     """
-    if backend != "triton":
-        return 0
-    backward = func is _ATTEND_BACKWARD
-    q, v = (args[3], args[5]) if backward else (args[0], args[2])
-    words = args[13 if backward else 9].split()  # a Method as text, see ops/attend.py
-    delta, residual, fitted, loss = words[0] == "delta", words[1] != "none", words[1] == "fitted", "huber" in words
+    at = _PLACES[func]
+    q, v, method = args[at["q"]], args[at["v"]], _decode(args[at["method"]])
     (B, T, H, K), (HV, V), item = q.shape, v.shape[2:], q.element_size()
+    delta, residual, fitted = method.rule == "delta", method.has_residual, method.has_R
     chunk = _CHUNK[item]
     matrices = (4 if fitted else 3) if delta else 1 + residual
     size = 2 * H * K * item + HV * (matrices * chunk * item + 4)  # of a token: normalised q and k, matrices of its chunk
-    if backward:
-        columns = 1 + delta + residual + fitted + (residual and loss)  # y, x, xw, z, e
+    if func is _ATTEND_BACKWARD:
+        columns = 1 + delta + residual + fitted + (residual and method.loss != "l2")  # y, x, xw, z, e
         states = 2 * (1 + fitted) * K * V / chunk  # before each chunk, and their adjoints
         size += HV * item * (columns * V + 2 * K + states)
     return round(B * T * size)
@@ -264,7 +279,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 class _GPUNorm(nn.Module):
-    """Stands in for RMSNorm, gated or not: on a CPU torch makes it of operations that each keep a tensor, on a GPU it is one."""
+    """Stands in for RMSNorm, gated or not: on a GPU it is one operation, on a CPU several that each keep a tensor."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()

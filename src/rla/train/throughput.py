@@ -1,7 +1,7 @@
 """`rla bench train`: tokens per second of whole training steps, and where the time goes, beside the Transformer.
 
-A step is what `rla train` does for one pass: batch, forward, loss, backward, clipping, AdamW. Steps of all contenders alternate,
-so that a change of clock or load meets all alike. The parts are read off one profiled step each:
+A step is what `rla train` does for one pass: batch, forward, loss, backward, clipping, AdamW. Steps of all contenders
+alternate, so that a change of clock or load meets all alike. The parts are read off one profiled step each:
 
     projections   matrix products outside the loss (mixers and MLPs)
     op            rla.attend or scaled-dot-product attention, forward and backward
@@ -14,9 +14,11 @@ so that a change of clock or load meets all alike. The parts are read off one pr
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,20 @@ class Step:
             self.optimizer.zero_grad(set_to_none=True)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The profiler's library writes to the standard error by itself."""
+    sys.stderr.flush()
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
+
+
 def shares(step: Step) -> dict[str, float]:
     """The parts' shares of one step's time."""
     range_: list[Any] = []
@@ -94,7 +110,7 @@ def shares(step: Step) -> dict[str, float]:
 
     hooks = [step.model.model.register_forward_hook(enter), step.model.register_forward_hook(leave)]
     try:
-        with profile(activities=[ProfilerActivity.CPU]) as record, record_function("step"):
+        with _quiet(), profile(activities=[ProfilerActivity.CPU]) as record, record_function("step"):
             step()
     finally:
         for hook in hooks:
