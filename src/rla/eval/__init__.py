@@ -1,0 +1,1 @@
+"""The paper's evaluations on lm-evaluation-harness: `rla eval`. See docs/evaluation.md."""
