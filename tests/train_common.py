@@ -61,6 +61,7 @@ def _main(rank: int, size: int, port: int, recipe: Recipe, kill: tuple[int, str]
             os.kill(os.getpid(), signal.SIGKILL)
         if signal_at == self.step and self.world.main:
             os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)  # as torchrun's processes may get both
         result = step(self, parts, lr)
         if kill == (self.step, "after"):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -39,6 +39,7 @@ from .recipe import Recipe, RecipeError, recipe_from_dict
 from .source import Source, evaluate, model_inputs, open_source
 
 RECIPE = "recipe.json"
+SAME_MOMENT = 3.0  # seconds
 
 
 def train(recipe: Recipe, *, quiet: bool = False) -> dict[str, Any]:
@@ -203,12 +204,19 @@ class Run:
 
     @contextmanager
     def _signals(self, display: Display) -> Iterator[None]:
-        """The first SIGINT or SIGTERM ends the run after its step, with a checkpoint; a second one at once."""
+        """The first SIGINT or SIGTERM ends the run after its step, with a checkpoint; a later Ctrl-C at once.
+
+        torchrun passes a Ctrl-C on to processes that the terminal has already told: one of the same moment is no second one.
+        """
+        first = 0.0
 
         def handle(number: int, frame: object) -> None:
+            nonlocal first
             if self.stopping:
-                raise KeyboardInterrupt
-            self.stopping = True
+                if number == signal.SIGINT and time.monotonic() - first > SAME_MOMENT:
+                    raise KeyboardInterrupt
+                return
+            self.stopping, first = True, time.monotonic()
             display.message(f"{signal.Signals(number).name}: saving after this step")
 
         try:
