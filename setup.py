@@ -1,12 +1,14 @@
 """Builds the native CPU library, src/rla/ops/_native.so; everything else about the package is in pyproject.toml.
 
 The library is plain C++17 with a C interface, built with $CXX (default: c++ or g++) and without torch, once for each
-instruction set. A build that fails does not fail the install: its reason is left in src/rla/ops/_native.txt, where
-`rla.backends()` finds it.
+instruction set; AMX is left out where the compiler doesn't know it. A build that fails does not fail the install: its
+reason is left in src/rla/ops/_native.txt, where `rla.backends()` finds it.
 
     python setup.py build_native               build, if the sources or the flags changed
-    python setup.py build_native --sanitize    build build/_native_sanitize.so, with address and undefined behaviour
-                                               checks, to be chosen by RLA_NATIVE_LIBRARY:
+    python setup.py build_native --model       build build/_native_model.so for tests, to be chosen by
+                                               RLA_NATIVE_LIBRARY: portable, with a model of AMX tiles in plain C++
+    python setup.py build_native --sanitize    build build/_native_sanitize.so: the same, with address and undefined
+                                               behaviour checks:
         LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
         ASAN_OPTIONS=detect_leaks=0 RLA_NATIVE_LIBRARY=build/_native_sanitize.so pytest
 """
@@ -42,6 +44,9 @@ X86 = {
     "avx2": "-mavx2 -mfma -mf16c",
     "avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512",
 }
+AMX = "-mavx512bf16 -DRLA_AMX"  # on top of avx512
+MODEL = "-DRLA_AMX -DRLA_AMX_MODEL"  # on top of portable
+KINDS = {"": "", "model": "-O2", "sanitize": SANITIZE}
 
 
 def source_hash() -> str:
@@ -71,29 +76,41 @@ def run(command: list[str]) -> None:
         print(done.stderr, file=sys.stderr)
 
 
-def build(library: Path, sanitize: bool = False, force: bool = False) -> None:
-    """Compile every instruction set and link them into `library`, unless it has the same stamp already."""
+def build(library: Path, kind: str = "", force: bool = False) -> None:
+    """Compile every instruction set and link them into `library`, unless it has the same stamp already.
+
+    `kind`: "model" or "sanitize", a library for tests.
+    """
     # sanitized, the one source is compiled for the portable instruction set alone: the others take ten minutes each
-    x86 = platform.machine().lower() in ("x86_64", "amd64") and not sanitize
-    flags = shlex.split(FLAGS) + (shlex.split(SANITIZE) if sanitize else []) + (["-DRLA_X86"] if x86 else [])
+    x86 = platform.machine().lower() in ("x86_64", "amd64") and not kind
+    flags = shlex.split(f"{FLAGS} {KINDS[kind]}") + (["-DRLA_X86"] if x86 else [])
     flags += shlex.split(os.environ.get("CXXFLAGS", ""))
     targets = {"portable": "", **(X86 if x86 else {})}
-    recipe = " ".join(compiler() + flags + [f"{k}:{v}" for k, v in targets.items()])
+    amx = MODEL if kind else f"{X86['avx512']} {AMX}" if x86 and sys.platform == "linux" else ""
+    recipe = " ".join(compiler() + flags + [f"{k}:{v}" for k, v in targets.items()] + [amx])
     stamp = f"rla-native:{source_hash()}:{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
     if library.exists() and not force and stamp.encode() in library.read_bytes():
         return
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        units = [("dispatch", ["dispatch.cpp", f'-DRLA_STAMP="{stamp}"'])]
-        units += [(isa, ["kernel.cpp", f"-DRLA_ISA={isa}", *shlex.split(extra)]) for isa, extra in targets.items()]
-        commands = [
-            [*compiler(), *flags, "-c", str(OPS / "csrc" / source), *options, "-o", f"{folder}/{name}.o"]
-            for name, (source, *options) in units
-        ]
+
+        def compile(name: str, source: str, options: str) -> str:
+            out = f"{folder}/{name}.o"
+            run([*compiler(), *flags, "-c", str(OPS / "csrc" / source), *shlex.split(options), "-o", out])
+            return out
+
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(run, commands))
+            tiles = pool.submit(compile, "amx", "kernel.cpp", f"-DRLA_ISA=amx {amx}") if amx else None
+            jobs = [pool.submit(compile, isa, "kernel.cpp", f"-DRLA_ISA={isa} {extra}") for isa, extra in targets.items()]
+        objects = [job.result() for job in jobs]
+        if tiles is not None and (kind or tiles.exception() is None):
+            objects.append(tiles.result())
+        else:
+            amx = ""
+        defines = " ".join(word for word in amx.split() if word.startswith("-D"))
+        objects.append(compile("dispatch", "dispatch.cpp", f"-DRLA_STAMP='\"{stamp}\"' {defines}"))
         out = f"{folder}/library.so"
-        run([*compiler(), *flags, "-shared", *(f"{folder}/{name}.o" for name, _ in units), "-o", out])
+        run([*compiler(), *flags, "-shared", *objects, "-o", out])
         # a new file under a new inode: a process that has the old one mapped keeps it
         new = library.with_suffix(".new")
         shutil.copyfile(out, new)
@@ -114,21 +131,23 @@ def build_or_explain(force: bool = False) -> None:
 class BuildNative(Command):
     description = "build src/rla/ops/_native.so where its sources have changed"
     user_options = [
-        ("sanitize", None, "with address and undefined behaviour checks"),
+        ("model", None, "for tests: portable, with a model of AMX tiles"),
+        ("sanitize", None, "the same with address and undefined behaviour checks"),
         ("force", "f", "even if nothing changed"),
     ]
-    boolean_options = ["sanitize", "force"]
+    boolean_options = ["model", "sanitize", "force"]
 
     def initialize_options(self):
-        self.sanitize = self.force = False
+        self.model = self.sanitize = self.force = False
 
     def finalize_options(self):
         pass
 
     def run(self):
-        if self.sanitize:
-            build(ROOT / "build" / "_native_sanitize.so", sanitize=True, force=bool(self.force))
-        else:
+        kinds = [kind for kind in ("model", "sanitize") if getattr(self, kind)]
+        for kind in kinds:
+            build(ROOT / "build" / f"_native_{kind}.so", kind, bool(self.force))
+        if not kinds:
             build_or_explain(bool(self.force))
 
 

@@ -6,7 +6,8 @@
 kernel.cpp is compiled with the flags of setup.py, but without OpenMP, and linked with dispatch.cpp and the few functions
 they need of the C library into an image at a fixed address. `rla.ops.native` runs as it is, except that its library is
 the emulator: the tensors of a call are copied in, the results are copied out. So forward, backward and step meet the
-float64 reference as in the other tests, and dispatch.cpp has to find the AVX-512 of the emulated CPU.
+float64 reference as in the other tests, and dispatch.cpp has to find the AVX-512 of the emulated CPU. The emulator has no AMX:
+that forward runs with the model of the tiles (csrc/amx_model.h).
 
 Memory is stricter than a real machine's: every tensor and every block of scratch memory ends where a missing page begins,
 what lies in front of a tensor has to stay as it was, inputs too, and uninitialised memory is NaN.
@@ -39,9 +40,10 @@ CASES = ("T65", "grouped", "packed", "wide")  # of common.WEIRD, for every metho
 # Guest memory, virtual = physical: region -> (address, bytes). Between the regions nothing is mapped.
 PAGE, MB = 4096, 1 << 20
 IMAGE, STACK, THREAD, TABLES = 4 * MB, 8 * MB, 10 * MB, 1024 * MB
+FS = THREAD + 4 * PAGE  # thread-local variables end there
 TENSORS, TENSOR_STRIDE, TENSOR_SIZE, TENSOR_COUNT = 16 * MB, 2 * MB, MB, 25  # the last one is for struct Args
 HEAP, HEAP_STRIDE, HEAP_SIZE, HEAP_COUNT = 128 * MB, 16 * MB, 12 * MB, 4
-REGIONS = {"image": (IMAGE, 2 * MB), "stack": (STACK, MB), "thread": (THREAD, 2 * PAGE)}
+REGIONS = {"image": (IMAGE, 2 * MB), "stack": (STACK, MB), "thread": (THREAD, FS - THREAD + PAGE)}
 REGIONS |= {f"tensor{i}": (TENSORS + i * TENSOR_STRIDE, TENSOR_SIZE) for i in range(TENSOR_COUNT)}
 REGIONS |= {f"heap{i}": (HEAP + i * HEAP_STRIDE, HEAP_SIZE) for i in range(HEAP_COUNT)}
 
@@ -143,22 +145,25 @@ def setting(name: str):
 
 def build(folder: str) -> tuple[bytes, dict[str, int], set[int]]:
     """The flat image, its symbols, and the addresses of the instructions that use a zmm register."""
-    kernel, dispatch, runtime, elf = (f"{folder}/{name}" for name in ("kernel.o", "dispatch.o", "runtime.o", "image.elf"))
+    names = ("kernel.o", "amx.o", "dispatch.o", "runtime.o", "image.elf")
+    kernel, amx, dispatch, runtime, elf = (f"{folder}/{name}" for name in names)
     cxx = shlex.split(os.environ.get("CXX", "g++"))
     flags = [flag for flag in shlex.split(setting("FLAGS")) if flag != "-fopenmp"] + ["-w", "-DRLA_X86"]
-    isa = [*shlex.split(setting("X86")["avx512"]), "-DRLA_ISA=avx512"]
-    shell(*cxx, *flags, *isa, "-c", str(CSRC / "kernel.cpp"), "-o", kernel)
+    isa = shlex.split(setting("X86")["avx512"])
+    tiles = shlex.split(setting("MODEL"))
+    shell(*cxx, *flags, *isa, "-DRLA_ISA=avx512", "-c", str(CSRC / "kernel.cpp"), "-o", kernel)
+    shell(*cxx, *flags, *isa, *tiles, "-DRLA_ISA=amx", "-c", str(CSRC / "kernel.cpp"), "-o", amx)
     shell(*cxx, *flags, "-fno-threadsafe-statics", '-DRLA_STAMP=""', "-c", str(CSRC / "dispatch.cpp"), "-o", dispatch)
     Path(folder, "runtime.c").write_text(RUNTIME)
     heap = [f"-D{name}={globals()[name]}ul" for name in ("HEAP", "HEAP_STRIDE", "HEAP_SIZE", "HEAP_COUNT")]
     shell("cc", "-w", "-O2", "-fno-builtin", *heap, "-c", f"{folder}/runtime.c", "-o", runtime)
     for section in (".tdata", ".init_array"):
-        assert section not in shell("readelf", "-SW", kernel, dispatch), f"{section} would have to be set up before a call"
+        assert section not in shell("readelf", "-SW", kernel, amx, dispatch), f"{section} would have to be set up before a call"
     # the linker makes thread-local variables offsets from fs; other instruction sets are null
     others = [name for name in re.findall(r"rla_\w+", shell("nm", "-u", dispatch)) if not name.endswith("_avx512")]
     place = ["-static", "-nostdlib", "-no-pie", "-Wl,-N", f"-Wl,-Ttext={IMAGE:#x}", "-Wl,--build-id=none", "-Wl,-e,halt"]
     place += [f"-Wl,--defsym={name}=0" for name in others]
-    shell(*cxx, *place, kernel, dispatch, runtime, "-lgcc", "-o", elf)
+    shell(*cxx, *place, kernel, amx, dispatch, runtime, "-lgcc", "-o", elf)
     shell("objcopy", "-O", "binary", elf, f"{folder}/image.bin")
     symbols = {name: int(at, 16) for at, _, name in (row.split() for row in shell("nm", elf).splitlines())}
     zmm = re.findall(r"^ *(\w+):\t.*%zmm", shell("objdump", "-d", "--no-show-raw-insn", elf), re.M)
@@ -174,6 +179,7 @@ class Emulator:
         from rla.ops import native
 
         self.bochs, self.image, self.symbols, self.native = bochs, image, symbols, native
+        self.tiles = False  # whether forward is that of AMX
         self.counts: dict[str, Counter[int]] | None = None  # function -> address -> executions, if wanted
         body = re.sub(r"//.*", "", (CSRC / "args.h").read_text().split("struct Args {")[1].split("};")[0])
         fields = re.findall(r"(\w+)(?:\[(\d)\])?\s*[,;]", body)
@@ -203,7 +209,7 @@ class Emulator:
                 ctypes.memset(self.host[name], 0 if name in ("image", "thread") else 0xFF, size)
         ctypes.memmove(self.host["image"], self.image, len(self.image))
         ctypes.c_uint64.from_address(self.host["stack"] + MB - 72).value = self.symbols["halt"]  # where to return
-        ctypes.c_uint64.from_address(self.host["thread"] + PAGE).value = THREAD + PAGE  # fs:0 holds its own address
+        ctypes.c_uint64.from_address(self.host["thread"] + FS - THREAD).value = FS  # fs:0 holds its own address
 
         def segment(selector: int, attributes: int, base: int = 0):
             s = self.bochs.Segment()
@@ -216,7 +222,7 @@ class Emulator:
         state.cr4 |= 1 << 5 | 1 << 9 | 1 << 10 | 1 << 18  # PAE, SSE and its exceptions, XSAVE
         state.xcr0, state.rflags = 0xE7, 2  # x87, SSE, AVX, AVX-512
         state.mxcsr, state.mxcsr_mask = 0x1F80, 0xFFFF
-        state.cs, state.fs = segment(0x08, 0xA09B), segment(0x10, 0xC093, THREAD + PAGE)
+        state.cs, state.fs = segment(0x08, 0xA09B), segment(0x10, 0xC093, FS)
         state.ds = state.es = state.ss = segment(0x10, 0xC093)
         state.rip, state.rsp, state.rdi = self.symbols[function], STACK + MB - 72, argument
 
@@ -264,6 +270,8 @@ class Emulator:
         words[self.fields.index("threads")] = 2  # so that large calls are split, although one thread runs all parts
         for name, value in zip(self.fields, words, strict=True):
             setattr(a, name, (*getattr(a, name, ()), value) if name.endswith("_stride") else value)
+        if self.tiles and function == "rla_forward":
+            function = "rla_forward_amx"
         sizes = self.sizes(a)
         for i, name in enumerate(self.pointers):
             ctypes.memset(self.host[f"tensor{i}"], 0xFF, TENSOR_SIZE)
@@ -303,10 +311,18 @@ def main() -> int:
         image, symbols, zmm = build(folder)
     emulator = Emulator(bochs, image, symbols)
     native._library = lambda: emulator  # type: ignore[assignment]
+    native.amx = lambda: "the emulated CPU has none"  # type: ignore[assignment]
     BACKENDS["native"] = dataclasses.replace(BACKENDS["native"], missing=None)
 
     def attend(name, case, dtype):
         assert_agrees(ALL[name], case, "native", dtype)
+
+    def tiles(name, case, dtype):
+        emulator.tiles = True
+        try:
+            attend(name, case, dtype)
+        finally:
+            emulator.tiles = False
 
     @torch.no_grad()
     def step(name, case, dtype):
@@ -338,6 +354,8 @@ def main() -> int:
     tasks += [(attend, "rdn", "largest", Case(B=1, T=33, H=1, K=256, V=255, state=True), f32)]
     # large enough to be split among threads, and longer than a segment of backward
     tasks += [(attend, name, "split", Case(B=1, T=300, H=1, K=64, V=120, state=True), f32) for name in METHODS]
+    tasks += [(tiles, name, "AMX packed", WEIRD["packed"], torch.bfloat16) for name in METHODS]
+    tasks += [(tiles, "rdn", "AMX wide", WEIRD["wide"], torch.bfloat16)]
     failed = 0
     for function, name, label, case, dtype in tasks:
         before, told = time.monotonic(), "ok"

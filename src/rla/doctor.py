@@ -12,7 +12,7 @@ import sys
 import torch
 
 from . import __version__
-from .ops import backends
+from .ops import backends, native
 
 PACKAGES = ("torch", "numpy", "triton", "transformers", "lm_eval", "datasets", "tokenizers", "safetensors", "onnxruntime")
 INSTRUCTION_SETS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "sve")
@@ -40,9 +40,18 @@ def main() -> int:
     print("\nbackends")
     for status in backends().values():
         print(f"  {status.name:<11}{'usable' if status.usable else 'NOT USABLE':<12}{status.reason}")
+    print(f"\nnative kernels\n  {native_report()}")
     print("\nbfloat16 matrix products on the CPU")
     print(f"  {bf16_report()}")
     return 0
+
+
+def native_report() -> str:
+    """The instruction sets that the native kernels use. AMX is tried, if no bfloat16 call has done so yet."""
+    if native.missing() is not None:
+        return "none"
+    why = native.amx()
+    return f"{native.isa()}, AMX for bfloat16: {'yes' if why is None else f'no ({why})'}"
 
 
 def _version(package: str) -> str:

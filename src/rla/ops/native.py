@@ -4,6 +4,9 @@ Tensors come in detached and checked. Inputs keep their strides as long as the l
 become contiguous float32. The kernels take q, k, v in float32, bfloat16 or float16, sum in float32 and keep states
 in float32; they use as many threads as torch would, and give the same bits for any number of them.
 
+On CPUs with AMX the forward of bfloat16 rounds states and updates to bfloat16 where they enter large products; triangular
+systems, sums and backward stay in float32. The first such call tries AMX in a child process: see `amx`.
+
 `saved`, what forward leaves for backward, holds the states at every 256th token in panels of value columns,
 [slots, heads, S and R, elements]: backward computes the rest again.
 """
@@ -14,7 +17,11 @@ import ctypes
 import functools
 import hashlib
 import os
+import signal
 import struct
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -42,7 +49,7 @@ class _Library:
             return
         try:
             library = ctypes.CDLL(str(path))
-            library.rla_stamp.restype = library.rla_isa.restype = ctypes.c_char_p
+            library.rla_stamp.restype = library.rla_isa.restype = library.rla_amx_missing.restype = ctypes.c_char_p
             stamp = library.rla_stamp().decode()
             size = library.rla_args_size()
         except (OSError, AttributeError) as error:
@@ -52,6 +59,7 @@ class _Library:
             self.missing = f"{path.name} was built from other sources; run make"
             return
         assert size == _ARGS.size
+        self.path, self.library = path, library
         self.isa: str = library.rla_isa().decode()
         self.panel: int = library.rla_panel()
         self.segment: int = library.rla_segment()
@@ -84,6 +92,37 @@ def isa() -> str:
     return _library().isa
 
 
+_AMX_PROBE = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).rla_amx_check())"
+_AMX_SECONDS = 60.0
+
+
+@functools.cache
+def amx() -> str | None:
+    """Why bfloat16 does without AMX; None if it uses it, from this call on.
+
+    A virtual machine may promise AMX and kill a process that uses it, so a child process multiplies two matrices first.
+    RLA_NATIVE_ISA=avx512 in the environment does without.
+    """
+    library = _library()
+    if library.missing is not None:
+        return library.missing
+    reason: bytes | None = library.library.rla_amx_missing()
+    if reason is not None:
+        return reason.decode()
+    if not sys.executable or getattr(sys, "frozen", False):
+        return "there is no Python interpreter to try it in"
+    command = [sys.executable, "-I", "-S", "-c", _AMX_PROBE, str(library.path.resolve())]
+    try:
+        code = subprocess.run(command, capture_output=True, timeout=_AMX_SECONDS, check=False).returncode
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"it could not be tried: {error}"
+    if code < 0:
+        return f"the CPU promises it, but a process that uses it dies with {signal.Signals(-code).name}"
+    if code > 0:
+        return f"the CPU promises it, but it fails (exit code {code} of the trial)"
+    return "the operating system refuses it" if library.library.rla_amx_start() else None
+
+
 def refuses(device: str, dtype: torch.dtype, K: int, V: int, vector: bool) -> str | None:
     """Why the kernels cannot serve such tensors; None if they can."""
     if device != "cpu":
@@ -108,7 +147,8 @@ def _pointer(x: Tensor | None) -> int:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """`x` with a contiguous last dimension."""
+    return x if x.is_contiguous() or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _float(x: Tensor | None) -> Tensor | None:
@@ -128,15 +168,20 @@ def _call(
     name: str, method: Method, q: Tensor, k: Tensor, v: Tensor, N: int, do: Tensor | None, pointers: tuple[int, ...]
 ) -> int:
     """Run a kernel. `pointers`: those of struct Args from `o` on. Returns 0 unless the kernel refuses."""
-    (delta, *switches), clip = _switches(method)
-    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    words, clip = _switches(method)
+    B, T, H, K = q.shape
+    _, _, HV, V = v.shape
+    q0, q1, q2, _ = q.stride()
+    k0, k1, k2, _ = k.stride()
+    v0, v1, v2, _ = v.stride()
+    d0, d1, d2, _ = (0, 0, 0, 0) if do is None else do.stride()
     packed = _ARGS.pack(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), _pointer(do), *pointers,
-        B, T, H, HV, K, V, N,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *((0, 0, 0) if do is None else do.stride()[:3]),
-        _DTYPES[q.dtype], delta, *switches, torch.get_num_threads(), clip,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if do is None else do.data_ptr(), *pointers,
+        B, T, H, HV, K, V, N, q0, q1, q2, k0, k1, k2, v0, v1, v2, d0, d1, d2,
+        _DTYPES[q.dtype], *words, torch.get_num_threads(), clip,
     )  # fmt: skip
-    return getattr(_library(), name)(packed)
+    function: Callable[[bytes], int] = getattr(_library(), name)
+    return function(packed)
 
 
 def forward(
@@ -154,6 +199,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, final S, final R (empty if the method has none), and what backward needs (empty unless `save`)."""
     dtype = q.dtype
+    if dtype == torch.bfloat16:
+        amx()
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     q, k, v = _rows(q), _rows(k), _rows(v)
     log_alpha, beta, gamma, S0, R0 = map(_float, (log_alpha, beta, gamma, S0, R0))
@@ -224,7 +271,7 @@ def step(
     """One token. Returns the output [B, 1, HV, V]; ValueError, with nothing changed, if a log_alpha is positive."""
     q, k, v = _rows(q), _rows(k), _rows(v)
     log_alpha, beta, gamma = _float(log_alpha), _float(beta), _float(gamma)
-    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    o = torch.empty_like(v) if v.is_contiguous() else torch.empty_like(v, memory_format=torch.contiguous_format)
     pointers = (
         o.data_ptr(), 0, 0, 0, _pointer(log_alpha), _pointer(beta), _pointer(gamma), 0, 0, 0, 0,
         S.data_ptr(), _pointer(R), 0, 0, 0, 0, 0, 0, 0,

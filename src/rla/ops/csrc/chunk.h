@@ -13,7 +13,7 @@
 
 #include <initializer_list>
 
-#include "args.h"
+#include "amx.h"
 #include "tile.h"
 
 namespace RLA_ISA {
@@ -25,6 +25,7 @@ constexpr int C = RLA_CHUNK;
 constexpr int SEGMENT = 256;  // backward starts from states saved every SEGMENT tokens
 constexpr int CP = C / NR;    // panels of a chunk's tokens
 static_assert(C % NR == 0 && SEGMENT % C == 0, "a chunk is made of whole panels, a segment of whole chunks");
+static_assert(!AMX || C == 32, "products on AMX tiles have 32 rows");
 
 constexpr float NORM_EPS = 1e-6f;
 
@@ -37,6 +38,7 @@ struct Arena {
     used += ((size_t)n * 4 + 63) / 64 * 64;
     return p;
   }
+  uint16_t* halves(int64_t n) { return (uint16_t*)floats((n + 1) / 2); }
 };
 
 constexpr size_t HUGE_PAGE = 2 << 20;
@@ -78,6 +80,8 @@ struct Problem {
   bool delta, residual, fitted, gated, sum;
   int dtype;
   int64_t state;  // floats of one state in panels
+  int64_t blocks;  // of K, in operands of AMX
+  int64_t panel;   // floats of a panel of a running state; with AMX its right operand follows it
 
   explicit Problem(const Args& a_) : a(a_), K(a_.K), V(a_.V) {
     strips = (V + NR - 1) / NR;
@@ -90,6 +94,8 @@ struct Problem {
     sum = residual && !a.gate_output;
     dtype = (int)a.dtype;
     state = strips * K * NR;
+    blocks = (K + DEPTH - 1) / DEPTH;
+    panel = K * NR + (AMX ? blocks * RIGHT / 2 : 0);
   }
   int64_t states() const { return fitted ? 2 : 1; }
   int64_t tokens() const { return a.B * a.T; }
@@ -122,6 +128,8 @@ struct Task {
 struct Chunk {
   int64_t t, c;  // first token, tokens
   float *q, *k, *qT, *kT;               // [C, ldk], transposed panels [CP][K][NR]
+  uint16_t *q16, *k16, *k16T, *k16L;    // with AMX instead, before the norm: left operands, k^T as a right and a left one
+  float *qk, *kk;                       // and their products q k^T, k k^T [C, C]
   float *D, *A, *Ag, *Au, *G, *Gp;      // [C, C]; Ag = go * A
   float *E, *Ep, *L;                    // exp(b), exp(b'), exp(b_C - b), zero beyond c
   float *alpha, *beta, *gamma, *go, *eu, *diag;  // go: gamma or 1 in the output; eu: E or E'; diag: q_i.k_i
@@ -129,9 +137,15 @@ struct Chunk {
   float decay;                          // exp(b_C)
 
   void carve(Arena& m, const Problem& p, bool backward) {
-    q = m.floats(C * p.ldk);
-    k = m.floats(C * p.ldk);
-    kT = m.floats(C * p.K);
+    if (AMX) {
+      for (uint16_t** x : {&q16, &k16, &k16T, &k16L}) *x = m.halves(p.blocks * LEFT);
+      qk = m.floats(C * C);
+      kk = m.floats(C * C);
+    } else {
+      q = m.floats(C * p.ldk);
+      k = m.floats(C * p.ldk);
+      kT = m.floats(C * p.K);
+    }
     qT = backward ? m.floats(C * p.K) : nullptr;
     D = m.floats(C * C);
     A = m.floats(C * C);
@@ -179,6 +193,30 @@ inline void load_keys(const Problem& p, const Task& task, const Chunk& ch, const
   }
 }
 
+// The left operand of q or k and 1 / max(norm, eps); tokens beyond c are zero.
+inline void load_operand(const Problem& p, const Task& task, const Chunk& ch, const void* source, const int64_t* stride,
+                         uint16_t* x, float* inverse) {
+  for (int64_t i = 0; i < C; ++i) {
+    const bool in = i < ch.c;
+    const uint16_t* row = in ? (const uint16_t*)source + task.row(stride, ch.t + i, task.kh) : nullptr;
+    const float squares = amx_put_row(x, i, row, in ? p.K : 0, p.blocks);
+    inverse[i] = !in ? 0 : p.a.qk_norm ? 1 / most(sqrtf(squares), NORM_EPS) : 1;
+  }
+}
+
+// q and k as operands, and what they give with each other.
+inline void load_operands(const Problem& p, const Task& task, const Chunk& ch) {
+  load_operand(p, task, ch, p.a.q, p.a.q_stride, ch.q16, ch.iq);
+  load_operand(p, task, ch, p.a.k, p.a.k_stride, ch.k16, ch.ik);
+  amx_transpose(ch.k16, ch.k16T, p.blocks);
+  amx_transpose_left(ch.k16, ch.k16L, p.blocks);
+  for (int64_t s = 0; s < CP; ++s) {
+    const uint16_t* b = ch.k16T + s * p.blocks * RIGHT;
+    amx_multiply(ch.qk + s * NR, C, ch.q16, b, p.blocks);
+    if (p.delta || p.residual) amx_multiply(ch.kk + s * NR, C, ch.k16, b, p.blocks);
+  }
+}
+
 // to[CP][K][NR] = the transpose of x, tokens beyond c zero.
 inline void transpose_keys(const Problem& p, const Chunk& ch, const float* x, float* to) {
   for (int64_t s = 0; s * NR < ch.c; ++s) {
@@ -211,14 +249,31 @@ inline void load_gates(const Problem& p, const Task& task, const Chunk& ch) {
   memcpy(ch.L, ch.D + (ch.c - 1) * C, C * 4);
 }
 
+// x = rows i0 .. of q or k times the keys of panel s. With AMX `ready` holds the product without the norms.
+template <int M>
+INLINE void times_keys(Tile<M>& x, const Problem& p, const Chunk& ch, const float* rows, const float* ready,
+                       const float* inverse, int64_t i0, int64_t s) {
+  if constexpr (AMX) {
+    ready += i0 * C + s * NR;
+    EACH(M, x.v[i][j] = load(ready + i * C + j * W) * splat(inverse[i0 + i]) * load(ch.ik + s * NR + j * W));
+  } else {
+    clear(x);
+    mul_rows(x, rows + i0 * p.ldk, p.ldk, ch.kT + s * p.K * NR, p.K);
+  }
+}
+
 inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bool backward) {
   ch.t = t;
   ch.c = least<int64_t>(C, task.length - t);
   load_gates(p, task, ch);
   ch.decay = ch.E[ch.c - 1];
-  load_keys(p, task, ch, p.a.q, p.a.q_stride, ch.q, ch.iq);
-  load_keys(p, task, ch, p.a.k, p.a.k_stride, ch.k, ch.ik);
-  transpose_keys(p, ch, ch.k, ch.kT);
+  if constexpr (AMX) {
+    load_operands(p, task, ch);
+  } else {
+    load_keys(p, task, ch, p.a.q, p.a.q_stride, ch.q, ch.iq);
+    load_keys(p, task, ch, p.a.k, p.a.k_stride, ch.k, ch.ik);
+    transpose_keys(p, ch, ch.k, ch.kT);
+  }
   if (backward) transpose_keys(p, ch, ch.q, ch.qT);
   const bool keys = p.delta || p.residual;
   tiles(ch.c, [&](auto m, int64_t i0) {
@@ -227,8 +282,7 @@ inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bo
       const float* D = ch.D + i0 * C + s * NR;
       int64_t at = i0 * C + s * NR;
       Tile<M> x;
-      clear(x);
-      mul_rows(x, ch.q + i0 * p.ldk, p.ldk, ch.kT + s * p.K * NR, p.K);
+      times_keys(x, p, ch, ch.q, ch.qk, ch.iq, i0, s);
       if (i0 + M > s * NR && i0 < (s + 1) * NR) {
         float row[M][NR];
         EACH(M, store(row[i] + j * W, x.v[i][j]));
@@ -243,8 +297,7 @@ inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bo
       const float* Dp = D - C;
       if (p.sum) EACH(M, if (i0 + i) store(ch.Au + at + i * C + j * W, x.v[i][j] * load(Dp + i * C + j * W)));
       if (!keys) continue;
-      clear(x);
-      mul_rows(x, ch.k + i0 * p.ldk, p.ldk, ch.kT + s * p.K * NR, p.K);
+      times_keys(x, p, ch, ch.k, ch.kk, ch.ik, i0, s);
       if (p.delta) EACH(M, store(ch.G + at + i * C + j * W, x.v[i][j] * load(D + i * C + j * W)));
       if (p.residual) EACH(M, if (i0 + i) store(ch.Gp + at + i * C + j * W, x.v[i][j] * load(Dp + i * C + j * W)));
     }

@@ -1,7 +1,15 @@
 // The C interface of the library: picks the best instruction set of this machine, once.
-// The environment variable RLA_NATIVE_ISA (portable, avx2, avx512) asks for a lesser one, for tests.
+// The environment variable RLA_NATIVE_ISA (portable, avx2, avx512) asks for a lesser one, for tests or to do without AMX.
+//
+// AMX serves forward of bfloat16 on top of avx512, once rla_amx_start has been called: a virtual machine may promise AMX
+// and kill the process that uses it, so native.py tries rla_amx_check in a child process before.
 #include <stdlib.h>
 #include <string.h>
+#if defined(RLA_AMX) && !defined(RLA_AMX_MODEL)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "args.h"
 
@@ -20,6 +28,12 @@ DECLARE(portable)
 #ifdef RLA_X86
 DECLARE(avx2)
 DECLARE(avx512)
+#endif
+#ifdef RLA_AMX
+extern "C" {
+int64_t rla_forward_amx(const Args*);
+int64_t rla_check_amx();
+}
 #endif
 
 namespace {
@@ -64,11 +78,47 @@ const Isa& isa() {
   return chosen;
 }
 
+// Why AMX cannot be tried; null if it can.
+const char* amx_missing() {
+#ifndef RLA_AMX
+  return "the library was built without it";
+#else
+  const char* wanted = getenv("RLA_NATIVE_ISA");
+  if (wanted && *wanted && strcmp(wanted, "amx")) return "RLA_NATIVE_ISA asks for another instruction set";
+#ifndef RLA_AMX_MODEL
+  unsigned a, b, c, d, bf16;
+  if (strcmp(isa().name, "avx512") || !__get_cpuid_count(7, 1, &bf16, &b, &c, &d) ||
+      !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(bf16 >> 5 & 1) || !(d >> 22 & 1) || !(d >> 24 & 1))
+    return "the CPU has none";  // AVX512_BF16, AMX_BF16, AMX_TILE
+#endif
+  return nullptr;
+#endif
+}
+
+#ifdef RLA_AMX
+bool amx_started = false;
+
+// Linux gives the tile registers to a process that asks for them. 0 if it does.
+int64_t amx_permission() {
+#ifdef RLA_AMX_MODEL
+  return 0;
+#else
+  constexpr long request = 0x1023, tile_data = 18;
+  return syscall(SYS_arch_prctl, request, tile_data);
+#endif
+}
+#endif
+
 }  // namespace
 
 #define API extern "C" __attribute__((visibility("default")))
 
-API int64_t rla_forward(const Args* a) { return isa().forward(a); }
+API int64_t rla_forward(const Args* a) {
+#ifdef RLA_AMX
+  if (a->dtype == BF16 && __atomic_load_n(&amx_started, __ATOMIC_RELAXED)) return rla_forward_amx(a);
+#endif
+  return isa().forward(a);
+}
 API int64_t rla_backward(const Args* a) { return isa().backward(a); }
 API int64_t rla_step(const Args* a) { return isa().step(a); }
 API int64_t rla_panel() { return isa().panel(); }
@@ -76,3 +126,15 @@ API int64_t rla_segment() { return isa().segment(); }
 API int64_t rla_args_size() { return sizeof(Args); }
 API const char* rla_isa() { return isa().name; }
 API const char* rla_stamp() { return RLA_STAMP; }
+
+API const char* rla_amx_missing() { return amx_missing(); }
+#ifdef RLA_AMX
+// 0 if the tiles compute what they should. Where they don't work at all, the process dies.
+API int64_t rla_amx_check() { return amx_permission() || rla_check_amx(); }
+// 0 if forward of bfloat16 uses AMX from now on.
+API int64_t rla_amx_start() {
+  if (amx_permission()) return 1;
+  __atomic_store_n(&amx_started, true, __ATOMIC_RELAXED);
+  return 0;
+}
+#endif

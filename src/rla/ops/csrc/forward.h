@@ -5,6 +5,9 @@
 //     y = r - [delta] (E * (k R) + G w)      w = gamma * y
 //     o = eu * (q S) + Au u + go * E * (q R) + Ag w
 //     S <- exp(b_C) S + k^T (L * u)          R <- exp(b_C) R + k^T (L * w)
+//
+// With AMX the products with a state and those of the last line run on tiles, with S, R, L u and L w rounded to bfloat16; q and
+// k are exact, since their norms are applied afterwards. The triangular products stay in float32.
 #pragma once
 #include "chunk.h"
 
@@ -22,19 +25,35 @@ INLINE V psi(V e, const Problem& p) {
 struct Strip {
   float *u, *w, *uL, *wL;  // uL = L * u
   float *x, *y, *e, *kS, *kR;
+  float *qS = nullptr, *qR = nullptr;  // with AMX these and kS, kR come first, without the norms of q and k
 };
+
+// The right operand behind a panel of a running state.
+inline uint16_t* operand_of(const Problem& p, float* S) { return (uint16_t*)(S + p.K * NR); }
+
+// x = rows of q or k times a panel of a state. With AMX `ready` holds the product without the norms.
+template <int M>
+INLINE void times_state(Tile<M>& x, const Problem& p, const float* rows, const float* S, const float* ready,
+                        const float* inverse) {
+  if constexpr (AMX) {
+    get(x, ready);
+    scale_rows(x, inverse);
+  } else {
+    clear(x);
+    mul_rows(x, rows, p.ldk, S, p.K);
+  }
+}
 
 template <bool BACKWARD, int M>
 INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, const Strip& st, const float* S,
                        const float* R, int64_t s, int64_t i0) {
   const Args& a = p.a;
-  const int64_t ldk = p.ldk, K = p.K, at = i0 * NR, columns = p.V - s * NR;
+  const int64_t ldk = p.ldk, at = i0 * NR, columns = p.V - s * NR;
   const float *k = ch.k + i0 * ldk, *q = ch.q + i0 * ldk, *E = ch.E + i0;
   Tile<M> v, x, ks, r;
   get_input(v, p.dtype, a.v, task.row(a.v_stride, ch.t + i0, task.h) + s * NR, a.v_stride[1], columns);
   if (p.delta || p.residual) {
-    clear(ks);
-    mul_rows(ks, k, ldk, S, K);
+    times_state(ks, p, k, S, st.kS + at, ch.ik + i0);
     if (BACKWARD) put(st.kS + at, ks);
   }
   if (p.delta) {
@@ -59,8 +78,7 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, cons
   }
   if (p.fitted) {
     if (p.delta) {
-      clear(x);
-      mul_rows(x, k, ldk, R, K);
+      times_state(x, p, k, R, st.kR + at, ch.ik + i0);
       if (BACKWARD) put(st.kR + at, x);
       EACH(M, x.v[i][j] = splat(E[i]) * x.v[i][j] - r.v[i][j]);
       mul_rows(x, ch.G + i0 * C, C, st.w, i0);
@@ -76,12 +94,10 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, cons
   }
   if (BACKWARD) return;
   Tile<M> o;
-  clear(o);
-  mul_rows(o, q, ldk, S, K);
+  times_state(o, p, q, S, st.qS + at, ch.iq + i0);
   scale_rows(o, ch.eu + i0);
   if (p.fitted) {
-    clear(x);
-    mul_rows(x, q, ldk, R, K);
+    times_state(x, p, q, R, st.qR + at, ch.iq + i0);
     EACH(M, o.v[i][j] += splat(E[i] * ch.go[i0 + i]) * x.v[i][j]);
     mul_sum<2>(o, {ch.Au + i0 * C, ch.Ag + i0 * C}, C, 1, {st.u, st.w}, i0);
     mul_lower<0>(o, ch.Ag + i0 * C + i0, C, st.w + at);
@@ -109,6 +125,38 @@ inline void absorb(const Problem& p, const Chunk& ch, const float* from, float* 
   });
 }
 
+// Rows of block n of a running state's panel: S <- f(S, row of the block, vector), and their part of the operand.
+template <class F> INLINE void renew(const Problem& p, float* S, int64_t n, F&& f) {
+  const int64_t rows = least(DEPTH, p.K - n * DEPTH);
+  uint16_t* to = operand_of(p, S) + n * RIGHT;
+  S += n * DEPTH * NR;
+  auto row = [&](int64_t d, int j) __attribute__((always_inline)) {
+    if (d >= rows) return V{};
+    const V x = f(load(S + d * NR + j * W), d, j);
+    store(S + d * NR + j * W, x);
+    return x;
+  };
+  for (int64_t d = 0; d < DEPTH; d += 2)
+    for (int j = 0; j < NV; ++j) amx_put_pair(to, d, j, row(d, j), row(d + 1, j));
+}
+inline void make_operand(const Problem& p, float* S) {
+  for (int64_t n = 0; n < p.blocks; ++n) renew(p, S, n, [](V x, int64_t, int) { return x; });
+}
+
+// absorb on tiles, in place. u has rows up to c; the operand of k^T is without the norms.
+inline void absorb_tiles(const Problem& p, const Chunk& ch, float* S, const float* u) {
+  alignas(64) uint16_t b[RIGHT];
+  alignas(64) float x[DEPTH * NR];
+  auto row = [&](int64_t i, int j) { return i < ch.c ? load(u + i * NR + j * W) * splat(ch.ik[i]) : V{}; };
+  for (int64_t i = 0; i < C; i += 2)
+    for (int j = 0; j < NV; ++j) amx_put_pair(b, i, j, row(i, j), row(i + 1, j));
+  const V decay = splat(ch.decay);
+  for (int64_t n = 0; n < p.blocks; ++n) {
+    amx_multiply(x, NR, ch.k16L + n * LEFT, b, 1);
+    renew(p, S, n, [&](V s, int64_t d, int j) { return decay * s + load(x + d * NR + j * W); });
+  }
+}
+
 template <bool BACKWARD>
 inline void strip_tiles(const Problem& p, const Task& task, const Chunk& ch, const Strip& st, const float* S,
                         const float* R, int64_t s) {
@@ -125,14 +173,33 @@ inline void forward_strip(const Problem& p, const Task& task, const Chunk& ch, c
     memcpy(to, S, p.K * NR * 4);
     if (p.fitted) memcpy(to + p.state, R, p.K * NR * 4);
   }
-  strip_tiles<false>(p, task, ch, st, S, R, s);
-  absorb(p, ch, S, S, st.uL);
-  if (p.fitted) absorb(p, ch, R, R, st.wL);
+  if constexpr (AMX) {
+    const uint16_t *bS = operand_of(p, S), *bR = operand_of(p, R);
+    amx_multiply(st.qS, NR, ch.q16, bS, p.blocks);
+    if (p.delta || p.residual) amx_multiply(st.kS, NR, ch.k16, bS, p.blocks);
+    if (p.fitted) amx_multiply(st.qR, NR, ch.q16, bR, p.blocks);
+    if (p.fitted && p.delta) amx_multiply(st.kR, NR, ch.k16, bR, p.blocks);
+    strip_tiles<false>(p, task, ch, st, S, R, s);
+    absorb_tiles(p, ch, S, st.uL);
+    if (p.fitted) absorb_tiles(p, ch, R, st.wL);
+  } else {
+    strip_tiles<false>(p, task, ch, st, S, R, s);
+    absorb(p, ch, S, S, st.uL);
+    if (p.fitted) absorb(p, ch, R, R, st.wL);
+  }
+}
+
+// A panel of a running state from one of the caller's, or zero.
+inline void start_state(const Problem& p, const float* x, float* S, int64_t s) {
+  pack_state(p, x, S, s);
+  if constexpr (AMX) make_operand(p, S);
 }
 
 inline Strip forward_scratch(Arena& m) {
   Strip st = {};
   for (float** x : {&st.u, &st.w, &st.uL, &st.wL}) *x = m.floats(C * NR);
+  if (AMX)
+    for (float** x : {&st.kS, &st.qS, &st.kR, &st.qR}) *x = m.floats(C * NR);
   return st;
 }
 
@@ -153,23 +220,23 @@ inline void forward_task(const Problem& p, const Task& task) {
     if (pass) m = Arena{scratch_own.get(m.used), 0};
     ch.carve(m, p, false);
     st = forward_scratch(m);
-    S = m.floats(p.state);
-    R = m.floats(p.state);
+    S = m.floats(p.strips * p.panel);
+    R = m.floats(p.strips * p.panel);
   }
   for (int64_t s = 0; s < p.strips; ++s) {
-    pack_state(p, state_of(p, p.a.S0, task), S + s * p.K * NR, s);
-    if (p.fitted) pack_state(p, state_of(p, p.a.R0, task), R + s * p.K * NR, s);
+    start_state(p, state_of(p, p.a.S0, task), S + s * p.panel, s);
+    if (p.fitted) start_state(p, state_of(p, p.a.R0, task), R + s * p.panel, s);
   }
   for (int64_t t = 0; t < task.length; t += C) {
     prepare(p, task, ch, t, false);
     for (int64_t s = 0; s < p.strips; ++s) {
       prefetch_tokens(p, task, t + C, C, s, p.strips);
-      forward_strip(p, task, ch, st, S + s * p.K * NR, R + s * p.K * NR, s);
+      forward_strip(p, task, ch, st, S + s * p.panel, R + s * p.panel, s);
     }
   }
   for (int64_t s = 0; s < p.strips; ++s) {
-    unpack_state(p, S + s * p.K * NR, state_of(p, p.a.S, task), s);
-    if (p.fitted) unpack_state(p, R + s * p.K * NR, state_of(p, p.a.R, task), s);
+    unpack_state(p, S + s * p.panel, state_of(p, p.a.S, task), s);
+    if (p.fitted) unpack_state(p, R + s * p.panel, state_of(p, p.a.R, task), s);
   }
 }
 
@@ -187,11 +254,12 @@ inline void forward_split(const Problem& p, int64_t tasks, int threads) {
   for (int pass = 0; pass < 2; ++pass) {
     if (pass) m = Arena{scratch_shared.get(m.used), 0};
     for (int64_t i = 0; i < tasks * group; ++i) chunks[i].carve(m, p, false);
-    states = m.floats(tasks * 2 * p.state);
+    states = m.floats(tasks * 2 * p.strips * p.panel);
   }
 #pragma omp parallel num_threads(threads)
   {
     FlushDenormals flush;
+    AmxTiles tiles;
     Arena own;
     forward_scratch(own);
     own = Arena{scratch_own.get(own.used), 0};
@@ -207,10 +275,10 @@ inline void forward_split(const Problem& p, int64_t tasks, int threads) {
       for (int64_t i = 0; i < tasks * p.strips; ++i) {
         Task task(p, i / p.strips / p.a.HV, i / p.strips % p.a.HV);
         int64_t s = i % p.strips, end = least(first + group, task.chunks());
-        float *S = states + i / p.strips * 2 * p.state + s * p.K * NR, *R = S + p.state;
+        float *S = states + (i / p.strips * 2 * p.strips + s) * p.panel, *R = S + p.strips * p.panel;
         if (first == 0) {
-          pack_state(p, state_of(p, p.a.S0, task), S, s);
-          if (p.fitted) pack_state(p, state_of(p, p.a.R0, task), R, s);
+          start_state(p, state_of(p, p.a.S0, task), S, s);
+          if (p.fitted) start_state(p, state_of(p, p.a.R0, task), R, s);
         }
         for (int64_t at = first; at < end; ++at)
           forward_strip(p, task, chunks[i / p.strips * group + at - first], st, S, R, s);
@@ -241,6 +309,7 @@ inline void forward(const Args& a) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
   for (int64_t i = 0; i < tasks; ++i) {
     FlushDenormals flush;
+    AmxTiles tiles;
     forward_task(p, Task(p, i / a.HV, i % a.HV));
   }
 }

@@ -28,7 +28,10 @@ constexpr int NR = NV * W;           // columns of a register tile, width of a p
 
 typedef float V __attribute__((vector_size(4 * W)));
 typedef int32_t VI __attribute__((vector_size(4 * W)));
+typedef uint32_t VB __attribute__((vector_size(4 * W)));
 typedef float VU __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef uint32_t VBU __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef uint16_t HU __attribute__((vector_size(2 * W), aligned(2), may_alias));
 
 INLINE V load(const float* p) { return *(const VU*)p; }
 INLINE void store(float* p, V x) { *(VU*)p = x; }
@@ -101,6 +104,32 @@ INLINE uint16_t to_bf16(float f) {
   uint16_t rounded = (uint16_t)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
   return f != f ? 0x7fc0 : rounded;
 }
+
+INLINE V load_bf16(const uint16_t* p) {
+#if defined(__AVX512F__)  // gcc 12 converts a vector of halves in four pieces
+  return (V)((VB)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256((const __m256i*)p)) << 16);
+#elif defined(__AVX2__)
+  return (V)((VB)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)) << 16);
+#else
+  return (V)(__builtin_convertvector(*(const HU*)p, VB) << 16);
+#endif
+}
+
+#if defined(__AVX512BF16__)
+INLINE void store_bf16(uint16_t* p, V x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
+// p[2 i] = low_i, p[2 i + 1] = high_i
+INLINE void store_pair(uint16_t* p, V low, V high) {
+  const VB lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, order = lane | (lane + 16) << 16;
+  *(VBU*)p = (VB)_mm512_permutexvar_epi16((__m512i)order, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+}
+#else
+INLINE VB round_bf16(V x) {
+  const VB b = (VB)x;
+  return (VB)select(x == x, (V)(b + 0x7fff + ((b >> 16) & 1)), (V)(VB{} + 0x7fc00000)) >> 16;
+}
+INLINE void store_bf16(uint16_t* p, V x) { *(HU*)p = __builtin_convertvector(round_bf16(x), HU); }
+INLINE void store_pair(uint16_t* p, V low, V high) { *(VBU*)p = round_bf16(low) | round_bf16(high) << 16; }
+#endif
 
 #if defined(__ARM_FP16_FORMAT_IEEE)
 INLINE float from_f16(uint16_t h) {

@@ -160,6 +160,9 @@ INLINE void get_input(Tile<M>& c, int dtype, const void* p, int64_t at, int64_t 
   if (dtype == F32 && columns >= NR) {
     const float* x = (const float*)p + at;
     EACH(M, c.v[i][j] = load(x + i * stride + j * W));
+  } else if (dtype == BF16 && columns >= NR) {
+    const uint16_t* x = (const uint16_t*)p + at;
+    EACH(M, c.v[i][j] = load_bf16(x + i * stride + j * W));
   } else {
     float row[M][NR] = {};
     for (int i = 0; i < M; ++i) load_row(dtype, p, at + i * stride, row[i], least<int64_t>(columns, NR));
@@ -171,6 +174,9 @@ INLINE void put_output(const Tile<M>& c, int dtype, void* p, int64_t at, int64_t
   if (dtype == F32 && columns >= NR) {
     float* x = (float*)p + at;
     EACH(M, store(x + i * stride + j * W, c.v[i][j]));
+  } else if (dtype == BF16 && columns >= NR) {
+    uint16_t* x = (uint16_t*)p + at;
+    EACH(M, store_bf16(x + i * stride + j * W, c.v[i][j]));
   } else {
     float row[M][NR];
     EACH(M, store(row[i] + j * W, c.v[i][j]));
