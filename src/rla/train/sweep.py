@@ -54,6 +54,7 @@ def sweep(recipes: Sequence[Recipe], folder: Path, *, jobs: int = 1, title: str 
 def _train_all(todo: list[Recipe], jobs: int, title: str, done: int) -> None:
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rla.train.loop"])
+    alive, kept = context.Pipe(duplex=False)  # `kept` is closed when this process ends, however it ends
     threads = max(1, torch.get_num_threads() // jobs)
     waiting, failed = list(reversed(todo)), []
     running: dict[Recipe, Any] = {}
@@ -67,7 +68,7 @@ def _train_all(todo: list[Recipe], jobs: int, title: str, done: int) -> None:
             while waiting or running:
                 while waiting and len(running) < jobs:
                     recipe = waiting.pop()
-                    process = context.Process(target=_train_one, args=(recipe, threads), daemon=True)
+                    process = context.Process(target=_train_one, args=(recipe, threads, alive), daemon=True)
                     process.start()
                     running[recipe] = process
                 time.sleep(0.5)
@@ -88,6 +89,8 @@ def _train_all(todo: list[Recipe], jobs: int, title: str, done: int) -> None:
             for process in running.values():
                 process.join()
             raise
+    kept.close()
+    alive.close()
     if failed:
         raise SweepError(f"{len(failed)} of {len(todo)} runs failed: {'; '.join(failed)}")
 
@@ -98,14 +101,12 @@ def _steps_done(recipe: Recipe) -> int:
     return max((row["step"] for row in read_metrics(recipe.folder)), default=0)
 
 
-def _train_one(recipe: Recipe, threads: int) -> None:
+def _train_one(recipe: Recipe, threads: int, alive: Any) -> None:
     """A child process: one run, its messages in a file beside its folder."""
-    parent = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)  # the sweep was killed; checkpoints are whole at any moment
+        alive.poll(None)  # nothing is ever sent: it ends when the sweep does
+        os._exit(1)  # checkpoints are whole at any moment
 
     threading.Thread(target=watch, daemon=True).start()
     torch.set_num_threads(threads)
