@@ -20,7 +20,7 @@ from rich.table import Table
 
 from ..method import METHODS
 from ..ops import State, attend, step
-from . import figure
+from . import figure, style
 from .kernels import check_numbers, contenders, left_out, make_console, make_progress
 from .measure import Quantiles, environment, time_in_rounds, write_csv
 from .workload import Contender, Device, Dtype, Workload, gates
@@ -75,6 +75,7 @@ def main(
     console = make_console()
     try:
         workload = Workload(batch, heads, dim, dtype, device, torch.get_num_threads() if threads is None else threads)
+        workload.check_device()
         ours = contenders(methods, backends)
         check_numbers("--positions", positions)
         check_numbers("--cycle", (cycle,))
@@ -207,6 +208,12 @@ def _print(console: Console, workload: Workload, results: Mapping[_Cell, tuple[Q
     console.print(table)
 
 
+def panel(states: int, position: int) -> str:
+    """The title of a figure's panel."""
+    visits = "one state, in the cache" if states == 1 else f"{states} states in turn"
+    return f"{visits}, after {position} tokens"
+
+
 def _write(out: Path, workload: Workload, results: Mapping[_Cell, tuple[Quantiles, Quantiles]]) -> None:
     same, rows = environment(workload.device, workload.threads), []
     panels: dict[str, dict[Contender, tuple[Quantiles, Quantiles]]] = {}
@@ -231,7 +238,6 @@ def _write(out: Path, workload: Workload, results: Mapping[_Cell, tuple[Quantile
                 **same,
             }
         )
-        visits = "one state, in the cache" if cell.states == 1 else f"{cell.states} states in turn"
-        panels.setdefault(f"{visits}, after {cell.position} tokens", {})[cell.contender] = (one, sweep)
+        panels.setdefault(panel(cell.states, cell.position), {})[cell.contender] = (one, sweep)
     write_csv(out / "decode.csv", rows)
-    figure.decode(out / "decode.png", f"step: {workload}", panels)
+    style.save(figure.decode(f"step: {workload}", panels), out / "decode.png")

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ..method import get_method
 from ..ops import backends as known_backends
-from . import figure, ratios
+from . import figure, ratios, style
 from .measure import Quantiles, Sgemm, environment, time_in_rounds, write_csv
 from .memory import peaks
 from .peers import PEERS, Peer, prepare
@@ -74,6 +74,7 @@ def main(
     console = make_console()
     try:
         workload = Workload(batch, heads, dim, dtype, device, torch.get_num_threads() if threads is None else threads)
+        workload.check_device()
         ours = contenders(methods, backends)
         check_numbers("--lengths", lengths)
         if seconds < 0:
@@ -273,7 +274,8 @@ class _Bench:
                 }
             )
         write_csv(out / "kernels.csv", rows)
-        figure.kernels(out / "kernels.png", r, self.contenders, [p for p in self.passes if any(c.which == p for c in r.times)])
+        passes = [p for p in self.passes if any(c.which == p for c in r.times)]
+        style.save(figure.kernels(r, self.contenders, passes), out / "kernels.png")
 
 
 def _show(x: float | None, form: str, scale: float = 1.0) -> str:

@@ -69,11 +69,16 @@ class Workload:
         for name in ("batch", "heads", "dim", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name}: expected at least 1; got {getattr(self, name)}")
+
+    def check_device(self) -> None:
+        """ValueError if the tokens can't be made here; to read what another machine measured needs no device."""
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device: torch finds no CUDA device here; expected cpu")
 
     def __str__(self) -> str:
-        where = f"{self.threads} thread{'s' * (self.threads > 1)}" if self.device == "cpu" else torch.cuda.get_device_name()
+        where = self.device if self.device != "cpu" else f"{self.threads} thread{'s' * (self.threads > 1)}"
+        if self.device == "cuda" and torch.cuda.is_available():
+            where = torch.cuda.get_device_name()
         return f"B={self.batch} H={self.heads} K=V={self.dim} {self.dtype}, {where}"
 
     def columns(self) -> dict[str, int | str]:

@@ -118,7 +118,7 @@ class _Appended:
 def write_durably(path: Path, text: str) -> None:
     """The whole file or, after a crash, none or the one before."""
     beside = path.with_name(path.name + ".new")
-    with beside.open("w") as file:
+    with beside.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

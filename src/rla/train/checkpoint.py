@@ -12,9 +12,7 @@ is used. Another number of processes may read it.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
-import os
 import shutil
 import threading
 import warnings
@@ -27,6 +25,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from ..data.shards import file_sha256
+from ..data.writer import sync
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
@@ -151,16 +152,16 @@ class Checkpoints:
             files = {}
             for file in sorted(partial.iterdir()):
                 if file.is_file():
-                    _sync(file)
+                    sync(file)
                     files[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
                 else:
                     shutil.rmtree(file)
             manifest = {"format": FORMAT, **asdict(progress), "files": files}
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-            _sync(partial / MANIFEST)
-            _sync(partial)
+            sync(partial / MANIFEST)
+            sync(partial)
             partial.rename(path)
-            _sync(self.folder)
+            sync(self.folder)
             self._prune()
         except BaseException as error:
             self._error = error
@@ -176,17 +177,6 @@ class Checkpoints:
                 shutil.rmtree(gone)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return file_sha256(file)

@@ -26,19 +26,20 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from ..bench.measure import Sgemm
+from ..bench.measure import Sgemm, environment
 from ..data import Batch
 from . import checkpoint, engine
 from .cost import training_flops
 from .export import export
 from .guard import Guardian, Halt
 from .hardware import peak_flops
-from .metrics import Display, MetricsFile, Tracker
+from .metrics import METRICS, Display, MetricsFile, Tracker
 from .probe import probe
 from .recipe import Recipe, RecipeError, recipe_from_dict
 from .source import Source, evaluate, model_inputs, open_source
 
 RECIPE = "recipe.json"
+OURS = (RECIPE, METRICS, METRICS + ".partial", "checkpoints", "tensorboard")
 SAME_MOMENT = 3.0  # seconds
 
 
@@ -119,9 +120,7 @@ class Run:
             return "\n".join([*notes, str(error)])
         self.notes = notes
         if found is None:
-            if self.folder.exists() and any(
-                p.name not in (RECIPE, "metrics.jsonl", "checkpoints") for p in self.folder.iterdir()
-            ):
+            if self.folder.exists() and any(p.name not in OURS for p in self.folder.iterdir()):
                 return f"out: {self.folder} exists and is no run of ours; choose another --out"
             return None
         path, progress = found
@@ -154,9 +153,13 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / RECIPE).write_text(json.dumps(recipe.to_dict(), indent=1))
             writers = [
-                MetricsFile(self.folder, self.step),
+                MetricsFile(self.folder, self.step or -1),
                 Tracker(recipe.log.tracker, self.folder, recipe.name, recipe.to_dict()),
             ]
+            if self.step == 0:
+                count = sum(p.numel() for p in self.model.parameters())
+                facts = environment(world.device.type, torch.get_num_threads())
+                writers[0].write({"kind": "start", "step": 0, "parameters": count, "processes": world.size, **facts})
             for note in self.notes:
                 display.message(note)
             self._introduce(display)

@@ -2,6 +2,7 @@
 
 A row of metrics.jsonl is one JSON object with `kind` and `step` (steps done):
 
+    start        parameters, processes, and the machine and versions of the first start
     train        loss (nats, mean over the batch), lr, grad_norm, tokens, tokens_per_second, utilization, epoch
     evaluation   loss on the validation split, bits_per_byte; for MQAR accuracy, also for each task
     probe        layers: [{output_norm, clip_rate}, ...]
