@@ -2,10 +2,16 @@
 
 import csv
 import dataclasses
+import fcntl
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from rla.eval import mqar
+from rla.train.checkpoint import find_checkpoints
 from rla.train.sweep import SweepError, finished, place, sweep
 from train_common import recipe
 
@@ -52,7 +58,7 @@ def test_the_study(tmp_path, capsys):
     )
     options = {"methods": ("gdn", "softmax"), "learning_rates": (1e-3, 1e-2), "seeds": (0, 1), "widths": (16, 32)}
     assert mqar.main(toml, **options, runs=tmp_path / "runs", out=tmp_path / "out") == 0
-    rows = list(csv.DictReader((tmp_path / "out" / "mqar.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "out" / "mqar.csv").read_text().splitlines()))
     assert len(rows) == 16
     table = (tmp_path / "out" / "mqar.md").read_text().splitlines()
     assert len(table) == 2 + 4
@@ -69,3 +75,47 @@ def test_a_recipe_of_other_data_is_refused(tmp_path, capsys):
     (tmp_path / "r.toml").write_text('[data]\npath = "builtin"\n')
     assert mqar.main(tmp_path / "r.toml") == 2
     assert 'data.path: expected "mqar"' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_takes_its_runs_along_and_goes_on(tmp_path):
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path; from test_sweep import long; from rla.train.sweep import sweep\n"
+        "if __name__ == '__main__': sweep([long(Path(sys.argv[2]))], Path(sys.argv[2]))\n"
+    )
+    (tmp_path / "main.py").write_text(script)
+    command = [sys.executable, str(tmp_path / "main.py"), str(Path(__file__).parent), str(tmp_path)]
+    placed = place(long(tmp_path), tmp_path)
+    child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: find_checkpoints(placed.folder))
+        child.kill()
+        child.wait()
+        lock = placed.folder.with_name(f".{placed.folder.name}.lock")
+        with lock.open("w") as file:  # free as soon as the run's process has ended
+            wait_for(lambda: locks(file))
+    finally:
+        child.kill()
+    assert not finished(placed)
+    assert sweep([long(tmp_path)], tmp_path) == [placed.folder]
+    assert finished(placed)
+
+
+def long(folder):
+    return recipe(folder, data__path="mqar", data__mqar=RECALL, schedule__total_tokens=128 * 400, checkpoint__every=20)
+
+
+def wait_for(condition, seconds=120.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def locks(file):
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
