@@ -120,12 +120,16 @@ def shares(step: Step) -> dict[str, float]:
     total = sum(e.cpu_time_total for e in events if e.name == "step")
     in_loss = [e.time_range for e in events if e.name == "loss" or e.name.startswith("_LinearCrossEntropyBackward")]
 
-    def within(event: Any) -> bool:
-        return any(r.start <= event.time_range.start and event.time_range.end <= r.end for r in in_loss)
+    in_op = [e.time_range for e in events if e.name in _OPS]
+
+    def apart(event: Any) -> bool:
+        """Whether it is outside the loss and the op, whose time has been counted."""
+        at = event.time_range
+        return not any(r.start <= at.start and at.end <= r.end for r in (*in_loss, *in_op))
 
     times = {
-        "projections": sum(e.cpu_time_total for e in events if e.name in _PRODUCTS and not within(e)),
-        "op": sum(e.cpu_time_total for e in events if e.name in _OPS),
+        "projections": sum(e.cpu_time_total for e in events if e.name in _PRODUCTS and apart(e)),
+        "op": sum(r.end - r.start for r in in_op),
         "loss": sum(r.end - r.start for r in in_loss),
         "optimizer": sum(e.cpu_time_total for e in events if e.name == "optimizer"),
     }
