@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: help demo test slow check format native sanitize emulate triton triton-full gpu-check gpu-cost a11y clean
 
 help:
-	@echo "make demo     a first look: every method's recall error on a synthetic stream (under a minute)"
+	@echo "make demo     a first look: rla, rdn and their baselines trained, evaluated and timed; a page of it in report/ (minutes)"
 	@echo "make test     the fast tests"
 	@echo "make slow     the slow tests"
 	@echo "make check    formatting, lint, types, direction of imports"
@@ -37,7 +37,7 @@ native: $(READY)
 	@$(BIN)/python setup.py --quiet build_native
 
 demo: native
-	$(BIN)/python examples/recall.py
+	$(BIN)/rla reproduce all --scale demo
 
 test: native
 	$(PYTEST) -n 2 -m "not slow"
@@ -72,6 +72,7 @@ a11y: $(READY)
 # Beside .venv, not in it: torch.compile takes other ways where it finds a triton.
 TRITON ?= 3.7.1
 TRITONS = 3.7.1 3.9.0
+GPU_CHECK ?= --dtypes bfloat16
 INTERPRET = TRITON_INTERPRET=1 PYTHONPATH=build/triton-$(TRITON)
 
 build/triton-%: $(READY)
@@ -87,7 +88,7 @@ triton-full: native $(TRITONS:%=build/triton-%)
 	done
 
 gpu-check: $(READY) build/triton-$(TRITON)
-	PYTHONPATH=build/triton-$(TRITON) $(BIN)/python tools/gpu_check.py --out results/gpu-check.md
+	PYTHONPATH=build/triton-$(TRITON) $(BIN)/python tools/gpu_check.py $(GPU_CHECK) --out results/gpu-check.md
 
 gpu-cost: $(READY) build/triton-$(TRITON)
 	$(INTERPRET) $(BIN)/python tools/gpu_cost.py --out results/gpu-cost.md

@@ -4,8 +4,17 @@ import os
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # see `rla doctor`; before torch's first product
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+
+if os.environ.get("TRITON_INTERPRET") == "1":  # `make triton`: the Triton kernels on CPU tensors
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+    import triton_interpreter
+
+    triton_interpreter.mend()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

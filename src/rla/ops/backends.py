@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..method import Method
-from . import chunked, native
+from . import chunked, native, triton
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,13 @@ BACKENDS = {
             "C++ kernels for CPUs, S and R in one pass; no vector decay or float64, K and V up to 256",
             native,
             native.missing(),
+        ),
+        Backend(
+            "triton",
+            ("cuda",),
+            "Triton kernels for NVIDIA and AMD GPUs, S and R in one pass; no vector decay or float64, K and V up to 256",
+            triton,
+            triton.missing(),
         ),
         Backend("chunked", (), "chunked form in PyTorch; every method, device and dtype", chunked, None),
     )

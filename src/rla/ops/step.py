@@ -11,6 +11,8 @@ from .attend import State, _decode, _encode, attend
 from .backends import BACKENDS, choose
 from .checks import check
 
+IN_PLACE = ("native", "triton")  # backends with a one-token kernel that updates states in place
+
 
 def step(
     q: Tensor,
@@ -31,7 +33,8 @@ def step(
     method = get_method(method)
     if state is None:
         raise TypeError("state: expected a rla.State to update; got None")
-    plain = backend in (None, "native") and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    name = "native"
+    plain = backend in (None, name) and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
     if not (plain and _fits(q, k, v, log_alpha, beta, gamma, state, method)):
         check(q, k, v, log_alpha, beta, gamma, method=method, state=state, cu_seqlens=None)
         if q.shape[1] != 1:
@@ -40,7 +43,7 @@ def step(
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
             raise ValueError("step: not differentiable; expected torch.no_grad() or tensors that need no gradient")
         name = choose(backend, q, v, method)
-        if name != "native" or not all(M is None or M.is_contiguous() for M in state):
+        if name not in IN_PLACE or not all(M is None or M.is_contiguous() for M in state):
             o, new = attend(q, k, v, log_alpha, beta, gamma, method=method, state=state, backend=name)
             state.S.copy_(new.S)
             if state.R is not None and new.R is not None:
@@ -49,8 +52,8 @@ def step(
     gamma = beta if method.gamma == "tied" and method.has_residual else gamma
     tensors = (q, k, v, log_alpha, beta, gamma, state.S, state.R)
     if torch.compiler.is_compiling():
-        return _step(*tensors, _encode(method), "native")
-    return native.step(*tensors, method)
+        return _step(*tensors, _encode(method), name)
+    return BACKENDS[name].module.step(*tensors, method)
 
 
 def _fits(

@@ -1,0 +1,115 @@
+"""The Triton backend: chunk-parallel kernels for NVIDIA and AMD GPUs. See docs/kernels.md.
+
+Triton itself is imported by the first call. With TRITON_INTERPRET=1 in the environment the kernels run in Triton's
+interpreter, on CPU tensors: how they are tested on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from ...method import Method
+
+MAX_SIZE = 256  # of K and V
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def missing() -> str | None:
+    """Why the kernels cannot be used on this machine; None if they can. Does not import triton."""
+    if importlib.util.find_spec("triton") is None:
+        return 'triton is not installed; pip install "residual-linear-attention[gpu]"'
+    return None
+
+
+def interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def refuses(device: str, dtype: torch.dtype, K: int, V: int, vector: bool) -> str | None:
+    """Why the kernels cannot serve such tensors; None if they can."""
+    if device != "cuda" and not (device == "cpu" and interpreted()):
+        return f"triton runs on NVIDIA and AMD GPUs; q is on {device}"
+    if dtype not in _DTYPES:
+        return f"triton computes in float32 (float32, bfloat16 or float16 inputs); q is {dtype}"
+    if K > MAX_SIZE or V > MAX_SIZE:
+        return f"triton serves K and V up to {MAX_SIZE}; got K = {K}, V = {V}"
+    return "triton has no vector decay" if vector else None
+
+
+def segment(K: int, V: int, itemsize: int, states: int) -> int:
+    """Tokens between the states kept for backward: so many that these take at most half the bytes of q, k, v and o."""
+    tokens = 64
+    while states * K * V * 4 > tokens * (K + V) * itemsize:
+        tokens *= 2
+    return tokens
+
+
+def saved_shape(q: Tensor, v: Tensor, N: int, method: Method) -> tuple[int, ...]:
+    """The shape of `saved`. A packed sequence of l tokens fills (l - 1) // segment slots, so T // segment are enough."""
+    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    states = 1 + method.has_R
+    tokens = segment(K, V, q.element_size(), states)
+    slots = T // tokens if N != B else B * (max(T - 1, 0) // tokens)
+    return slots, HV, states, K, V
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor | None,
+    beta: Tensor | None,
+    gamma: Tensor | None,
+    S0: Tensor | None,
+    R0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    method: Method,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, final S, final R (empty if the method has none), and what backward needs (empty unless `save`)."""
+    from . import launch
+
+    return launch.forward(q, k, v, log_alpha, beta, gamma, S0, R0, cu_seqlens, method, save)
+
+
+def backward(
+    do: Tensor,
+    dS: Tensor,
+    dR: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor | None,
+    beta: Tensor | None,
+    gamma: Tensor | None,
+    S0: Tensor | None,
+    R0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: Tensor,
+    method: Method,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, log_alpha, beta, gamma, S0, R0; None for what is None."""
+    from . import launch
+
+    return launch.backward(do, dS, dR, q, k, v, log_alpha, beta, gamma, S0, R0, cu_seqlens, saved, method)
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor | None,
+    beta: Tensor | None,
+    gamma: Tensor | None,
+    S: Tensor,
+    R: Tensor | None,
+    method: Method,
+) -> Tensor:
+    """One token. Returns the output [B, 1, HV, V]; S and R [B, HV, K, V], contiguous, are updated in place."""
+    from . import launch
+
+    return launch.step(q, k, v, log_alpha, beta, gamma, S, R, method)

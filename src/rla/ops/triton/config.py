@@ -1,0 +1,75 @@
+"""Sizes of the kernels' tiles, by a rule from K, V, the dtype and the kind of device. Nothing is searched, and the length of a
+sequence plays no part.
+
+`tools/gpu_check.py` compiles every row for every target and fails where registers spill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Key channels and value columns of a tile, warps of a program, and stages of its loads' pipeline."""
+
+    BK: int
+    BV: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Config:
+    C: int  # tokens of a chunk
+    precision: str  # of dots of float32 numbers
+    prepare: Tile
+    invert: Tile
+    scan: Tile
+    trace: Tile
+    reverse: Tile
+    between: Tile
+    grads_q: Tile
+    grads_k: Tile
+    finish: Tile
+    step: Tile
+
+
+def power(n: int, most: int = 256) -> int:
+    """The power of two that covers n, from 16 (the least a dot takes) to `most`."""
+    return min(most, max(16, 1 << (n - 1).bit_length()))
+
+
+def configure(K: int, V: int, itemsize: int, device: str, arch: int = 0) -> Config:
+    """The sizes for q of K and v of V channels and `itemsize` bytes.
+
+    device: "cuda" with its compute capability (80, 90, 100 ...), "hip", or "cpu" in the interpreter.
+    """
+    half, nvidia = itemsize == 2, device != "hip"
+    # float32 numbers go through tensor cores as three TF32 products, on AMD GPUs as they are; of half-precision inputs only
+    # the inverses are float32. An operand in three parts takes thrice the registers: chunks and blocks of columns are smaller.
+    precision = "ieee" if device != "cuda" else ("tf32" if half else "tf32x3")
+    C = 64 if half else (32 if K <= 128 else 16)
+    BK = 64 if half or K > 128 else 32
+    BV = 16 if half or not nvidia else 8
+    # Loads ahead of their use save registers; not at K = 256, where the buffers don't fit, and not in half precision on
+    # Blackwell, where accumulators have a memory of their own.
+    stages = 2 if device == "cuda" and K <= 128 and not (half and arch >= 100) else 1
+    warps = 4 if C > 16 else 1  # more would load less than 16 bytes each
+    reverse = Tile(power(K, BK), power(V, BV), 4, stages)
+    if device == "cuda" and arch < 90 and half and K > 64:  # operands of its dots come from registers there
+        reverse = Tile(32, power(V, BV), 4, 2) if K <= 128 else Tile(64, power(V, BV), 8, 2)
+    return Config(
+        C=C,
+        precision=precision,
+        prepare=Tile(power(K, 64 if half else 32), 0, warps, 1),
+        invert=Tile(0, 0, warps, 1),
+        scan=Tile(power(K, BK), power(V, BV), 4, stages),
+        trace=Tile(power(K, BK), power(V, BV), 4, stages),
+        reverse=reverse,
+        between=Tile(0, power(V, 16), 8 if half else warps, 1),
+        grads_q=Tile(power(K, 32), power(V, 32 if half else 16), warps, 1),
+        grads_k=Tile(power(K, 32 if half else 16), power(V, 16), 8 if C == 32 and nvidia else warps, 1),
+        finish=Tile(power(K), 0, 2, 1),
+        step=Tile(power(K), power(V, 16), 4, 1),
+    )

@@ -1,0 +1,188 @@
+"""The Triton kernels in Triton's interpreter, on CPU tensors, and the interpreter itself (`make triton`; skipped elsewhere).
+
+The op's agreement tests (test_agreement.py) run on this backend too when the interpreter is on; here is what is particular to
+it: every method with its memory watched, sizes up to 256, several segments of saved states, decode, and the same bits twice.
+"""
+
+import os
+
+import pytest
+import torch
+
+import rla
+from common import ALL, Case, assert_agrees, assert_close, call, make, run
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 and triton: make triton", allow_module_level=True)
+
+import numpy as np
+import triton
+import triton.language as tl
+import triton_interpreter
+
+from rla.ops import triton as backend
+from rla.ops.triton import launch
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+SCALAR = [name for name in ALL if ALL[name].decay != "vector"]
+SMALL = Case(lengths=(1, 0, 37, 70), H=1, G=2, K=20, V=17, state=True)
+HALF = {"bf16": torch.bfloat16, "f16": torch.float16}
+
+
+@triton.jit
+def _cast(x, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y + i, tl.load(x + i).to(y.dtype.element_ty))
+
+
+@triton.jit
+def _multiply(a, b, c, N: tl.constexpr):
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    tl.store(c + at, tl.dot(tl.load(a + at), tl.load(b + at)))
+
+
+@triton.jit
+def _double(x, y, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    value = tl.load(x + at)
+    tl.store(y + at, value + value)
+
+
+@triton.jit
+def _shift(x, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(x + at, tl.load(x + at + 1))
+
+
+@triton.jit
+def _same_place(x, N: tl.constexpr):
+    tl.store(x + tl.arange(0, N), 1.0)
+
+
+def test_bfloat16_casts_round_to_nearest_even():
+    x = torch.cat(
+        (torch.randn(1018) * 10.0 ** torch.randint(-30, 30, (1018,)), torch.tensor([0.0, -0.0, 1e-40, 3e38, 3.4e38, torch.inf]))
+    )
+    y = torch.zeros(1024, dtype=torch.bfloat16)
+    _cast[(1,)](x, y, 1024)
+    assert torch.equal(y.view(torch.int16), x.bfloat16().view(torch.int16))
+    back = torch.zeros(1024)
+    _cast[(1,)](y, back, 1024)
+    assert torch.equal(back, y.float())
+    half = torch.zeros(1024, dtype=torch.float16)
+    with np.errstate(over="ignore"):
+        _cast[(1,)](y, half, 1024)
+    assert torch.equal(half, y.half())
+
+
+def test_bfloat16_dots_multiply_numbers():
+    a, b = torch.randn(2, 32, 32).bfloat16()
+    c = torch.zeros(32, 32)
+    _multiply[(1,)](a, b, c, 32)
+    torch.testing.assert_close(c, a.float() @ b.float())
+
+
+def test_bfloat16_arithmetic_is_refused():
+    with pytest.raises(Exception, match="add of bfloat16"):
+        _double[(1,)](torch.ones(16).bfloat16(), torch.ones(16).bfloat16(), 16)
+
+
+def test_stray_accesses_and_races_are_found():
+    with triton_interpreter.watched():
+        _double[(4,)](torch.zeros(64), torch.zeros(64), 16)
+        with pytest.raises(Exception, match="load outside the tensors, 1 of 16"):
+            _shift[(1,)](torch.zeros(16), 16)
+        with pytest.raises(Exception, match="a program loads what another stores"):
+            _shift[(2,)](torch.zeros(33), 16)
+        with pytest.raises(Exception, match="two programs store to one address"):
+            _same_place[(2,)](torch.zeros(16), 16)
+
+
+def test_counts_are_exact():
+    with triton_interpreter.counted() as works:
+        _double[(4,)](torch.zeros(64), torch.zeros(64), 16)
+        _multiply[(1,)](*torch.zeros(3, 32, 32), 32)
+    assert (works["_double"].read, works["_double"].written, works["_double"].flops) == (256, 256, 0)
+    assert (works["_multiply"].flops, works["_multiply"].read) == (2 * 32**3, 2 * 4 * 32**2)
+
+
+@pytest.mark.parametrize("name", SCALAR)
+def test_every_method_with_watched_memory(name):
+    with triton_interpreter.watched():
+        assert_agrees(ALL[name], SMALL, "triton", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", ("gdn", "rla", "rdn", "rdn-nofit", "rdn-noclip", "rdn-logcosh"))
+def test_half_precision(name, dtype):
+    assert_agrees(ALL[name], Case(lengths=(5, 75), H=1, K=40, V=24, state=True), "triton", HALF[dtype])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("f32", "bf16"))
+@pytest.mark.parametrize(("K", "V"), ((256, 16), (192, 40), (16, 256), (129, 1), (1, 65)))
+def test_sizes(K, V, dtype):
+    """All blocks of key channels, exact and not."""
+    # Without the clip in bfloat16: errors of 2e-3 in v - p move elements across the bound, where the slope jumps.
+    name = "rdn" if dtype == torch.float32 else "rdn-noclip"
+    with triton_interpreter.watched():
+        assert_agrees(ALL[name], Case(B=1, T=70, H=1, K=K, V=V, state=True), "triton", dtype)
+
+
+@pytest.mark.parametrize("lengths", (None, (150, 3, 0, 200)), ids=("dense", "packed"))
+def test_several_segments_of_saved_states(lengths, monkeypatch):
+    monkeypatch.setattr(backend, "segment", lambda *sizes: 64)
+    monkeypatch.setattr(launch, "segment", lambda *sizes: 64)
+    with triton_interpreter.watched():
+        assert_agrees(ALL["rdn"], Case(B=2, T=200, H=1, K=8, V=8, lengths=lengths, state=True), "triton", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=("f32", "bf16", "f16"))
+@pytest.mark.parametrize("name", ("sgla", "gdn", "rla", "rdn", "rdn-nofit", "rdn-sum", "rla-logcosh"))
+def test_step_agrees_and_updates_in_place(name, dtype):
+    method, case = ALL[name], Case(B=2, T=1, H=2, G=2, K=20, V=17, state=True)
+    x = {n: t.detach() for n, t in make(method, case, dtype).items()}
+    want, want_state = call({n: t.double() for n, t in x.items()}, method, "reference")
+    state = rla.State(x["S"].clone(), x["R"].clone() if "R" in x else None)
+    places = [M.data_ptr() for M in state if M is not None]
+    with triton_interpreter.watched():
+        o = rla.step(
+            *(x.get(n) for n in ("q", "k", "v", "log_alpha", "beta", "gamma")), method=method, state=state, backend="triton"
+        )
+    assert places == [M.data_ptr() for M in state if M is not None]
+    names = ("S", "R")[: len(places)]
+    assert_close(
+        {"o": o} | dict(zip(names, state, strict=False)), {"o": want} | dict(zip(names, want_state, strict=False)), dtype
+    )
+
+
+@pytest.mark.xfail(
+    reason="bfloat16 operands leave v - p 2e-3 off, and the gradient of v 2 to 3e-2 where the clip's slope jumps"
+)
+def test_half_precision_with_a_clip():
+    assert_agrees(ALL["rdn"], Case(B=1, T=70, H=1, K=256, V=16, state=True), "triton", torch.bfloat16)
+
+
+def test_same_input_same_bits():
+    x = make(ALL["rdn"], SMALL, torch.float32)
+    first, second = (run(x, ALL["rdn"], "triton", SMALL.cu_seqlens) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert all(torch.equal(a[n], b[n]) for n in b)
+
+
+def test_saved_memory_is_bounded():
+    """At most half of q, k, v and o; with q, k and v, which autograd keeps too, 1.25 times the four."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for size in (64, 128, 256):
+            q = torch.empty(1, 8192, 2, size, dtype=dtype, device="meta")
+            saved = 4 * torch.Size(backend.saved_shape(q, q, 1, rla.METHODS["rdn"])).numel()
+            assert saved <= 0.5 * 4 * q.numel() * q.element_size()
+
+
+def test_the_interpreter_is_never_chosen_by_itself():
+    x = make(ALL["rdn"], Case(B=1, T=3, H=1), torch.float32)
+    assert backend.refuses("cpu", torch.float32, 8, 8, False) is None
+    o, _ = call(x, "rdn", None)
+    want, _ = call(x, "rdn", "native" if rla.backends()["native"].usable else "chunked")
+    assert torch.equal(o, want)
