@@ -37,7 +37,7 @@ native: $(READY)
 	@$(BIN)/python setup.py --quiet build_native
 
 demo: native
-	$(BIN)/rla reproduce all --scale demo
+	$(BIN)/python examples/recall.py
 
 test: native
 	$(PYTEST) -n 2 -m "not slow"
