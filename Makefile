@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: help demo test slow check format native sanitize emulate triton triton-full gpu-check gpu-cost a11y clean
 
 help:
-	@echo "make demo     a first look: rla, rdn and their baselines trained, evaluated and timed; a page of it in report/ (minutes)"
+	@echo "make demo     a first look: every method's recall error on a synthetic stream (under a minute)"
 	@echo "make test     the fast tests"
 	@echo "make slow     the slow tests"
 	@echo "make check    formatting, lint, types, direction of imports"

@@ -159,7 +159,7 @@ def test_a_broken_checkpoint_is_reported_and_the_one_before_it_used(tmp_path, wh
     assert run(stopped, signal_at=10) == [0]
     newest, before = checkpoint.find_checkpoints(stopped.folder)
     flip(next(newest.glob("*.safetensors")))
-    notes = []
+    notes: list[str] = []
     path, progress = checkpoint.newest_whole(stopped.folder, notes.append)
     assert path == before
     assert progress.step == 9

@@ -67,7 +67,7 @@ def _main(rank: int, size: int, port: int, recipe: Recipe, kill: tuple[int, str]
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    loop.Run._train_step = watched
+    loop.Run._train_step = watched  # type: ignore[method-assign]
     loop.train(recipe, quiet=True)
 
 
