@@ -40,7 +40,7 @@ demo: native
 	$(BIN)/python examples/recall.py
 
 test: native
-	$(PYTEST) -n 2 -m "not slow"
+	$(PYTEST) -n 2 -m "not slow and not gpu"
 
 slow: native
 	$(PYTEST) -m slow
