@@ -100,12 +100,15 @@ def test_two_processes_train_as_one(tmp_path, whole):
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
 def test_another_number_of_processes_resumes(tmp_path, whole, first, second):
-    """Against the same number throughout: what differs is the order of a sum from the resumption on."""
+    """Against the first number throughout: what differs is the order of a sum from the resumption on."""
+    if first == 2:
+        whole = recipe(tmp_path / "whole")
+        assert run(whole, processes=2) == [0, 0]
     stopped = recipe(tmp_path / "run")
     assert run(stopped, processes=first, signal_at=17) == [0] * first
     assert not (stopped.folder / "model").exists()
     assert run(stopped, processes=second) == [0] * second
-    assert_same(stopped, whole, atol=1e-6 if first == 1 else 1e-5)
+    assert_same(stopped, whole, atol=1e-6)
     assert losses(stopped) == pytest.approx(losses(whole), abs=1e-6)
 
 
@@ -312,7 +315,8 @@ def test_tensorboard(tmp_path):
 @pytest.mark.slow
 def test_accelerate_launches_the_trainer_on_two_processes(tmp_path):
     script = Path(__file__).with_name("accelerate_script.py")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+    # accelerate starts several CPU processes by MPI, or by torchrun, which it calls --multi_gpu; the script says use_cpu.
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", str(script), str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
