@@ -32,6 +32,7 @@ COMMANDS = {
     "export": Command("rla.train.export:main", "a checkpoint of a run as a Hugging Face folder", "train"),
     "eval mqar": Command("rla.eval.mqar:main", "train methods to recall pairs, and compare them", "train"),
     "eval": Command("rla.eval.run:main", "the paper's evaluations, through lm-evaluation-harness", "eval"),
+    "reproduce": Command("rla.reproduce.command:main", "the paper's tables and figures at the scale you have", "eval"),
     "report": Command("rla.report.command:main", "a page of tables and figures from runs, evaluations and benchmarks", "train"),
     "generate": Command("rla.models.generate:main", "stream text from a saved model", "hf"),
     "bench kernels": Command("rla.bench.kernels:main", "time attend's backends beside their peers, over lengths", "bench"),
