@@ -77,3 +77,13 @@ def test_frozen():
 def test_get_method_names_the_near_miss():
     with pytest.raises(ValueError, match=r"method: unknown name 'rdn-sume'\. Did you mean 'rdn-sum'\?"):
         get_method("rdn-sume")
+
+
+def test_a_name_may_have_a_threshold():
+    assert get_method("rla-clip0.5") == dataclasses.replace(rla.METHODS["rla"], clip=0.5)
+    assert get_method("rdn-sum-clip4").clip == 4
+    for name in ("rlaa-clip0.5", "rla-clip", "rla-clip-1", "rla-clip0.5x"):
+        with pytest.raises(ValueError, match="method: unknown name"):
+            get_method(name)
+    with pytest.raises(ValueError, match=r"Method.clip: expected a positive finite number; got 0\.0"):
+        get_method("rla-clip0")

@@ -187,6 +187,14 @@ def test_a_sweep_of_rates_chooses_for_each_method_alike(tmp_path):
     assert float(section.tables[0].rows[1][1]) == pytest.approx(math.exp(1.91), abs=1e-3)
 
 
+def test_an_ablation_has_the_rate_of_its_method(tmp_path):
+    train = Fake(tmp_path, {("rla", 0.01): 2.5, ("rla", 0.1): 2.0, "rla-tied": 2.1})
+    study = Study(SCALES["demo"].ablations.recipe, seeds(("rla", "rla-tied"), 2), (0.01, 0.1))
+    _, trained = studies.ablations(study, train, "again")
+    assert train.made == [("rla", 0.01, 0), ("rla", 0.1, 0), ("rla", 0.1, 1), ("rla-tied", 0.1, 0), ("rla-tied", 0.1, 1)]
+    assert [run.mixer for run in trained.runs] == ["rla", "rla", "rla-tied", "rla-tied"]
+
+
 def test_sections_of_all_studies_fit_on_one_page(tmp_path):
     scale = SCALES["small"].with_data("books")
     ablations = dataclasses.replace(scale.ablations, rates=(1e-3,))

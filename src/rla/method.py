@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -104,14 +105,31 @@ def _methods() -> dict[str, Method]:
 METHODS: Mapping[str, Method] = MappingProxyType(_methods())
 
 
+_CLIP = re.compile(r"(?P<name>.+)-clip(?P<clip>\d+(\.\d+)?)")
+
+
 def get_method(method: str | Method) -> Method:
-    """The Method of a name in `METHODS`; a Method is returned as it is."""
+    """The Method of a name in `METHODS`; a Method is returned as it is.
+
+    A name may go on with a threshold: "rla-clip0.5" is rla with clip = 0.5.
+    """
     if isinstance(method, Method):
         return method
     if not isinstance(method, str):
         raise TypeError(f"method: expected a name in rla.METHODS or a rla.Method; got {type(method).__name__}")
-    if method not in METHODS:
+    found = _CLIP.fullmatch(method)
+    name = found["name"] if found else method
+    if name not in METHODS:
         near = difflib.get_close_matches(method, METHODS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"method: unknown name {method!r}.{hint} Known: {', '.join(METHODS)}")
-    return METHODS[method]
+    return dataclasses.replace(METHODS[name], clip=float(found["clip"])) if found else METHODS[name]
+
+
+def is_method(name: str) -> bool:
+    """Whether `get_method` knows the name."""
+    try:
+        get_method(name)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ..method import METHODS
+from ..method import METHODS, get_method, is_method
 from ..nn.attention import faithful_conv_size, resolve_head_dim
 from ..nn.rotary import check_rotary_dim
 from ..ops.backends import NAMES
@@ -104,7 +104,7 @@ class RLAConfig(PretrainedConfig):
                 raise ValueError(f"{name}: expected at least 1; got {getattr(self, name)}")
         mixers = self.mixers
         head_dim = self.resolved_head_dim
-        if SOFTMAX in mixers or any(METHODS[m].decay == "fixed" for m in mixers if m != SOFTMAX):
+        if SOFTMAX in mixers or any(get_method(m).decay == "fixed" for m in mixers if m != SOFTMAX):
             check_rotary_dim(head_dim)
         kv = self.num_key_value_heads
         if SOFTMAX in mixers and kv is not None and (kv < 1 or self.num_attention_heads % kv):
@@ -131,7 +131,7 @@ class RLAConfig(PretrainedConfig):
             )
         known = (*METHODS, SOFTMAX)
         for name in dict.fromkeys(names):
-            if name not in known:
+            if name not in known and not is_method(name):
                 near = difflib.get_close_matches(str(name), known, n=1)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise ValueError(f"mixer: unknown name {name!r}.{hint} Known: {', '.join(known)}")
@@ -173,7 +173,7 @@ class RLAConfig(PretrainedConfig):
                 "num_key_value_heads": 4,
                 "linear_num_heads": 16,
             }
-        elif name in METHODS:
+        elif is_method(name):
             heads = {"mixer": name}
         else:
             known = (*PAPER, *(m for m in METHODS if m not in PAPER))

@@ -1,11 +1,12 @@
 """Scales: how much of each experiment is done. A scale is data; the experiments are the same at all of them.
 
     demo     the built-in books and MQAR, models of 0.1M parameters: minutes on two cores
-    small    a few million parameters on text of your own (`--data`), three seeds, a sweep of the learning rate: a day or two
+    small    two million parameters on text of your own (`--data`), three seeds, a sweep of the learning rate: some hours
     paper    the recipes of recipes/paper-1.5b.toml: GPUs
 
 A study is a recipe with the methods to train it with. All methods of a study have the same data, order, budget and learning
-rates to choose from; with several rates the best one is found on the first seed, and the other seeds are trained with it.
+rates to choose from; with several rates the best one is found on the first seed, and the other seeds are trained with it. An
+ablation changes one thing, so it has the rate of its method.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ BASELINES = ("softmax", "retnet", "mamba2")
 CORE = ("sgla", "rla", "gdn", "rdn")
 ABLATIONS = ("nofit", "tied", "sum", "noclip", "logcosh")
 VARIANTS = (*(f"{method}-{name}" for method in ("rla", "rdn") for name in ABLATIONS), "rla-nonorm")
+THRESHOLDS = ("rla-clip0.25", "rla-clip4")  # of the clip, which is 1 in the paper
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ class Study:
         for method, seeds in self.seeds.items():
             if not seeds:
                 raise ValueError(f"seeds: expected at least one for {method}; got none")
+
+    def parent(self, method: str) -> str:
+        """The method that this one is an ablation of, if that is in the study, otherwise itself."""
+        base = method.split("-")[0]
+        return base if base in self.seeds else method
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ def seeds(methods: tuple[str, ...], count: int) -> Seeds:
 
 
 def _mqar(pairs: list[int], lengths: list[int], steps: int) -> Recipe:
-    """Heads of 16 x 16; with the usual small initial weights nothing is learnt in so few steps."""
+    """Two heads of 32 x 32; with the usual small initial weights nothing is learnt in so few steps."""
     sequences, longest = 64, max(lengths)
     return recipe_from_dict(
         {
@@ -102,7 +109,7 @@ def _mqar(pairs: list[int], lengths: list[int], steps: int) -> Recipe:
                 "hidden_size": 64,
                 "intermediate_size": 128,
                 "num_hidden_layers": 2,
-                "num_attention_heads": 4,
+                "num_attention_heads": 2,
                 "initializer_range": 0.1,
             },
             "data": {"path": "mqar", "mqar": {"pairs": pairs, "lengths": lengths, "vocab_size": 256, "examples": 512}},
@@ -155,22 +162,22 @@ def _small() -> Scale:
         "model": {
             "preset": "small",
             "hidden_size": 192,
-            "intermediate_size": 576,
-            "num_hidden_layers": 6,
+            "intermediate_size": 384,
+            "num_hidden_layers": 4,
             "num_attention_heads": 3,
             "initializer_range": 0.02,
         },
         "data": {"path": "", "length": 512},
-        "schedule": {"batch_tokens": 8_192, "total_tokens": 8_192_000, "warmup_tokens": 409_600},
-        "optimizer": {"lr": 3e-3, "min_lr": 3e-4},
-        "parallel": {"micro_sequences": 8},
+        "schedule": {"batch_tokens": 2_048, "total_tokens": 819_200, "warmup_tokens": 81_920},
+        "optimizer": {"lr": 4e-3, "min_lr": 4e-4},
+        "parallel": {"micro_sequences": 4},
         "checkpoint": {"every": 100, "keep": 1},
-        "log": {"every": 10, "evaluate_every": 100, "evaluate_tokens": 262_144, "probe_every": 100},
+        "log": {"every": 10, "evaluate_every": 200, "evaluate_tokens": 262_144, "probe_every": 20},
     }
-    language = Study(recipe_from_dict(text), {**seeds(BASELINES, 2), **seeds(CORE, 3)}, (1e-3, 3e-3, 6e-3))
+    language = Study(recipe_from_dict(text), {**seeds(CORE, 3), **seeds(BASELINES, 2)}, (2e-3, 4e-3, 8e-3))
     return Scale(
         "small",
-        "models of a few million parameters, on two cores",
+        "models of 2 million parameters, trained on two cores for some minutes each",
         Timing(
             (1024, 2048, 4096, 8192, 16384),
             16,
@@ -184,10 +191,10 @@ def _small() -> Scale:
             train_tokens=8192,
         ),
         language,
-        replace(language, seeds=seeds(("rla", "rdn", *VARIANTS), 3)),
+        replace(language, seeds=seeds(("rla", "rdn", *VARIANTS, *THRESHOLDS), 3)),
         Study(
-            _mqar([4, 8, 16, 32], [64, 64, 64, 128], 3000),
-            {**seeds(("softmax",), 2), **seeds(CORE, 3)},
+            _mqar([4, 8, 16, 32], [64, 64, 64, 128], 1500),
+            {**seeds(CORE, 3), **seeds(("softmax",), 2)},
             (3e-3, 1e-2, 3e-2),
         ),
         Evaluation("needle", Grid(lengths=(512, 1024, 2048), depths=5, samples=5), every_seed=True),

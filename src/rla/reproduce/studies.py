@@ -98,19 +98,23 @@ def first_recipes(study: Study) -> list[Recipe]:
     """What can be trained at once: with one learning rate all, otherwise the sweep."""
     found = []
     for method, seeds in study.seeds.items():
-        found += grid(study.recipe, [method], study.rates, seeds if len(study.rates) == 1 else seeds[:1], ())
+        if len(study.rates) == 1:
+            found += grid(study.recipe, [method], study.rates, seeds, ())
+        elif study.parent(method) == method:
+            found += grid(study.recipe, [method], study.rates, seeds[:1], ())
     return found
 
 
 def run_study(study: Study, train: Train, title: str) -> Trained:
-    """With several learning rates: all of them with each method's first seed, then the other seeds with the best."""
+    """With several learning rates: all of them with each method's first seed, then the other seeds, and ablations, with the best."""
     if len(study.rates) == 1:
         return Trained(tuple(train(first_recipes(study), title)), ())
     tried = train(first_recipes(study), f"{title}, learning rates")
     chosen = {group.mixer: group.settings["optimizer.lr"] for group in best(group_runs(tried))}
     recipes = []
-    for method, rate in chosen.items():
-        recipes += grid(study.recipe, [method], [rate], study.seeds[method], ())
+    for method, seeds in study.seeds.items():
+        if (rate := chosen.get(study.parent(method))) is not None:
+            recipes += grid(study.recipe, [method], [rate], seeds, ())
     return Trained(tuple(train(recipes, title)), tuple(tried))
 
 

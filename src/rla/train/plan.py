@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import tyro
 
 from ..data import load_tokenizer
-from ..method import METHODS
+from ..method import get_method
 from ..models.configuration_rla import SOFTMAX, RLAConfig
 from .cost import Parameters, backward_flops, count_parameters, forward_flops, recomputed_flops, training_flops
 from .hardware import GPU, GPUS
@@ -206,7 +206,7 @@ def cache_bytes(config: RLAConfig, length: int, itemsize: int = 2) -> int:
             total += 2 * length * (config.num_key_value_heads or config.num_attention_heads) * D * itemsize
         else:
             width = config.conv_size_of(mixer)
-            total += linear * D * (4 * D * (1 + METHODS[mixer].has_R) + 3 * max(width - 1, 0) * itemsize)
+            total += linear * D * (4 * D * (1 + get_method(mixer).has_R) + 3 * max(width - 1, 0) * itemsize)
     return total
 
 
