@@ -10,7 +10,7 @@ PYTEST  = $(BIN)/python -m pytest
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test slow check format native sanitize emulate triton triton-full gpu-check gpu-cost a11y clean
+.PHONY: help demo test slow check format native sanitize emulate triton triton-full gpu-check gpu-cost docs a11y clean
 
 help:
 	@echo "make demo     a first look: every method's recall error on a synthetic stream (under a minute)"
@@ -24,6 +24,7 @@ help:
 	@echo "make triton   the Triton kernels in Triton's interpreter (TRITON=3.9.0: another version); triton-full: all agreement tests"
 	@echo "make gpu-check  the Triton kernels compiled for GPUs that needn't be here: registers, spills, shared memory"
 	@echo "make gpu-cost   their bytes and operations, counted, and a roofline"
+	@echo "make docs     the documentation site, in build/site"
 	@echo "make a11y     the report page in Chromium, with axe's accessibility checks (needs node and chromium)"
 	@echo "make clean    remove .venv and everything built"
 
@@ -64,6 +65,9 @@ sanitize: $(READY)
 emulate: $(READY)
 	$(BIN)/python -m pip install --quiet bochscpu-python
 	$(BIN)/python tests/emulate_avx512.py
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
 
 a11y: $(READY)
 	npm install --silent --no-fund --no-audit --prefix build/a11y playwright-core axe-core

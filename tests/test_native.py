@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rla
-from common import ALL, Case, call, make, run
+from common import ALL, NAMES, Case, call, make, run
 from rla.ops import native
 
 built = pytest.mark.skipif(native.missing() is not None, reason=f"native: {native.missing()}")
@@ -129,3 +129,30 @@ def test_the_reason_of_a_failed_build_is_told(tmp_path, monkeypatch):
     monkeypatch.delenv("RLA_NATIVE_LIBRARY", raising=False)  # `make sanitize` sets it
     (tmp_path / "_native.txt").write_text("false failed: exit status 1\n")
     assert native._Library().missing == "false failed: exit status 1"
+
+
+@built
+def test_states_lie_as_the_step_wants_them():
+    _, state = call(make(ALL["rdn"], Case(T=3, V=6), torch.float32), ALL["rdn"], "native")
+    assert all(native.lies_by_columns(M) for M in state)
+    assert not native.lies_by_columns(state.S.contiguous())
+
+
+LAYOUTS = {
+    "by columns": lambda M: M.mT.contiguous().mT,
+    "contiguous": torch.Tensor.contiguous,
+    "a part of another": lambda M: M.repeat(1, 1, 1, 2)[..., : M.shape[-1]],
+}
+
+
+@built
+@torch.no_grad()
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ("gdn", "rdn", "rla-logcosh", "rdn-nofit"))
+def test_a_step_updates_a_state_of_any_layout(name, layout):
+    method = ALL[name]
+    x = make(method, Case(T=1, G=2, K=11, V=6, state=True), torch.float32)
+    want, new = call(x, method, "reference")
+    state = rla.State(*(None if M is None else LAYOUTS[layout](M.clone()) for M in (x["S"], x.get("R"))))
+    got = rla.step(*map(x.get, NAMES[:6]), method=method, state=state, backend="native")
+    torch.testing.assert_close((got, *state), (want, *new))

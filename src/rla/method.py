@@ -103,6 +103,7 @@ def _methods() -> dict[str, Method]:
 
 
 METHODS: Mapping[str, Method] = MappingProxyType(_methods())
+"""The methods by name, read-only: the paper's baselines, RLA, RDN and their ablations."""
 
 
 _CLIP = re.compile(r"(?P<name>.+)-clip(?P<clip>\d+(\.\d+)?)")

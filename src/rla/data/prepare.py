@@ -59,8 +59,17 @@ def prepare(
 ) -> Counts:
     """Turn inputs (see `rla.data.sources`) into the folder `out` of token shards, or go on where an earlier call was stopped.
 
-    With `validation`, that share of the documents goes to `out`/validation and the rest to `out`/train. More than one process
-    needs a main module that can be imported (`if __name__ == "__main__":`).
+    Args:
+        inputs: files (.txt, .jsonl, .parquet; the first two compressed too) and `hf:owner/name[:config]`.
+        out: the folder to make; one that exists is an error.
+        tokenizer: `bytes`, a `tokenizer.json`, a folder with one, or a name on the hub.
+        shard_tokens: tokens of a shard at most; a longer document has one for itself.
+        processes: how many encode. More than one need a main module that can be imported (`if __name__ == "__main__":`).
+        text_field: the field of JSONL and Parquet that holds the text.
+        split: of datasets from the hub.
+        validation: the share of documents that goes to `out`/validation; the others go to `out`/train then.
+        seed: chooses those documents.
+        report: called with the counts after every block of text.
     """
     names, out = [os.fspath(name) for name in inputs], Path(out)
     if shard_tokens < 1:

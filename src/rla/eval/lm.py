@@ -1,7 +1,7 @@
 """RLAHarnessLM: our models on lm-evaluation-harness, named "rla" there; prefixes that requests share are computed once.
 
     import rla.eval.lm, lm_eval
-    lm_eval.simple_evaluate("rla", {"pretrained": "./my-model"}, tasks=["wikitext"])
+    lm_eval.simple_evaluate("rla", {"pretrained": "./my-model"}, tasks=["wikitext"], device="cpu")
 
 It differs from the harness's own `hf` in how it computes, not in what: scores agree to float32 rounding. A model of linear
 layers alone has no longest sequence: unless `max_length` is given, contexts are not cut, and a document's rolling

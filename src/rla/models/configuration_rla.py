@@ -139,6 +139,7 @@ class RLAConfig(PretrainedConfig):
 
     @property
     def resolved_head_dim(self) -> int:
+        """Channels of a head: `head_dim`, or `hidden_size / num_attention_heads`."""
         return resolve_head_dim(self.hidden_size, self.num_attention_heads, self.head_dim)
 
     def conv_size_of(self, mixer: str) -> int:
@@ -153,7 +154,7 @@ class RLAConfig(PretrainedConfig):
 
     @classmethod
     def preset(cls, size: str, mixer: str | Sequence[str] = "rdn", **changes: Any) -> RLAConfig:
-        """A config of one of the `SIZES`, with other fields changed by name."""
+        """A config of one of the sizes tiny, small, 340m and 1.5b, with other fields changed by name."""
         if size not in SIZES:
             raise ValueError(f"size: expected one of {', '.join(SIZES)}; got {size!r}")
         mixer = mixer if isinstance(mixer, str) else list(mixer)

@@ -20,6 +20,8 @@ from .export import write_extras
 
 
 class RLAPreTrainedModel(PreTrainedModel):
+    """What `RLAModel` and `RLAForCausalLM` share: initial weights, loading, saving."""
+
     config: RLAConfig
     config_class = RLAConfig
     base_model_prefix = "model"

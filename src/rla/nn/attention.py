@@ -72,6 +72,8 @@ class ResidualAttention(nn.Module):
         method: a name in `rla.METHODS` or a `rla.Method`.
         conv_size: width of the short convolution; 0: none. None: as in the method's paper (`faithful_conv_size`).
         output_gate: whether the normalised output is multiplied with silu(W_g x).
+        rope_theta: base of the rotary embeddings, which methods with fixed decay have.
+        norm_eps: of the norm of each head's output.
         backend: of `rla.attend`; None chooses.
 
     Example:

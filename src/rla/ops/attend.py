@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..method import Method, get_method
-from . import reference
+from . import native, reference
 from .backends import BACKENDS, choose
 from .checks import check, state_dtype
 
@@ -22,7 +22,10 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Method))
 
 
 class State(NamedTuple):
-    """What a sequence leaves behind, [N, H, K, V] each, float32 (float64 for float64 inputs)."""
+    """What N sequences leave behind: S, and R for methods with a fitted correction.
+
+    Both are `[N, H, K, V]` with the heads of v, float32, or float64 for float64 inputs.
+    """
 
     S: Tensor
     R: Tensor | None = None
@@ -114,7 +117,7 @@ def _(q, k, v, log_alpha, beta, gamma, S0, R0, cu_seqlens, method, backend, save
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dtype, m = state_dtype(q.dtype), _decode(method)
-    S = q.new_empty(N, HV, K, V, dtype=dtype)
+    S = native.empty_state(q, v, N) if backend == "native" else q.new_empty(N, HV, K, V, dtype=dtype)
     saved = q.new_empty(BACKENDS[backend].module.saved_shape(q, v, N, m) if save else 0, dtype=dtype)
     return q.new_empty(B, T, HV, V), S, torch.empty_like(S) if m.has_R else S.new_empty(0), saved
 

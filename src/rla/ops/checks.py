@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..method import Method
+from ..method import Method, get_method
 
 if TYPE_CHECKING:
     from .attend import State
@@ -27,16 +27,24 @@ def check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_alpha: Tensor | None,
-    beta: Tensor | None,
-    gamma: Tensor | None,
+    log_alpha: Tensor | None = None,
+    beta: Tensor | None = None,
+    gamma: Tensor | None = None,
     *,
-    method: Method,
-    state: State | None,
-    cu_seqlens: Tensor | None,
+    method: str | Method = "rdn",
+    state: State | None = None,
+    cu_seqlens: Tensor | None = None,
     values: bool | None = None,
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments fit together. `values=None`: read values where it is free."""
+    """Raise ValueError or TypeError unless the arguments of `attend` fit together; the message names the argument.
+
+    Args:
+        q, k, v, log_alpha, beta, gamma, state, cu_seqlens: those of `attend`; None where there is none.
+        method: a name in `rla.METHODS` or a `rla.Method`.
+        values: whether to look at values too (`log_alpha <= 0`, the order of `cu_seqlens`), which on a GPU waits for the
+            device. None: on CPU tensors outside torch.compile, where it is free.
+    """
+    method = get_method(method)
     gates = {"log_alpha": log_alpha, "beta": beta, "gamma": gamma}
     for name, x in {"q": q, "k": k, "v": v, **gates}.items():
         if x is None and name in gates:

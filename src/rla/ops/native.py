@@ -158,6 +158,22 @@ def _float(x: Tensor | None) -> Tensor | None:
     return x.to(torch.float32).contiguous()
 
 
+def _by_columns(x: Tensor | None) -> Tensor | None:
+    """A state [N, HV, K, V] as the kernels take it: float32, [N, HV, V, K] contiguous. No copy of one that they made."""
+    return None if x is None else _float(x.mT)
+
+
+def lies_by_columns(x: Tensor) -> bool:
+    """Whether `step` can update this state [N, HV, K, V] in place."""
+    _, HV, K, V = x.shape
+    return x.stride() == (HV * K * V, K * V, 1, K) or x.mT.is_contiguous()
+
+
+def empty_state(q: Tensor, v: Tensor, N: int) -> Tensor:
+    """[N, HV, K, V] in the layout of the kernels."""
+    return q.new_empty(N, v.shape[2], v.shape[3], q.shape[3], dtype=torch.float32).mT
+
+
 @functools.cache
 def _switches(method: Method) -> tuple[tuple[int, ...], float]:
     words = (method.rule == "delta", _CORRECTIONS[method.correction], method.gate_output, _LOSSES[method.loss], method.qk_norm)
@@ -203,12 +219,13 @@ def forward(
         amx()
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     q, k, v = _rows(q), _rows(k), _rows(v)
-    log_alpha, beta, gamma, S0, R0 = map(_float, (log_alpha, beta, gamma, S0, R0))
+    log_alpha, beta, gamma = map(_float, (log_alpha, beta, gamma))
+    S0, R0 = _by_columns(S0), _by_columns(R0)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
     B, T, HV, V = v.shape
     o = q.new_empty(B, T, HV, V)
-    S = q.new_empty(N, HV, q.shape[3], V, dtype=torch.float32)
-    R = torch.empty_like(S) if method.has_R else S.new_empty(0)
+    S = empty_state(q, v, N)
+    R = empty_state(q, v, N) if method.has_R else S.new_empty(0)
     saved = S.new_empty(saved_shape(q, v, N, method) if save else 0)
     pointers = (
         o.data_ptr(), 0, 0, 0, *map(_pointer, (log_alpha, beta, gamma, S0, R0)), 0, 0,
@@ -239,7 +256,8 @@ def backward(
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     q, k, v = _rows(q), _rows(k), _rows(v)
     do = _rows(do.to(q.dtype))
-    log_alpha, beta, gamma, S0, R0, dS, dR = map(_float, (log_alpha, beta, gamma, S0, R0, dS, dR))
+    log_alpha, beta, gamma = map(_float, (log_alpha, beta, gamma))
+    S0, R0, dS, dR = map(_by_columns, (S0, R0, dS, dR))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     da, db, dg = (None if x is None else torch.empty_like(x) for x in (log_alpha, beta, gamma))
@@ -253,6 +271,7 @@ def backward(
         0, 0, saved.data_ptr(), *map(_pointer, (da, db, dg, dS0, dR0, cu_seqlens)),
     )  # fmt: skip
     _call("backward", method, q, k, v, N, do, pointers)
+    dS0, dR0 = (None if x is None else x.mT.contiguous() for x in (dS0, dR0))
     gradients = (dq, dk, dv, da, db, dg, dS0, dR0)
     return tuple(None if x is None or g is None else g.to(x.dtype) for x, g in zip(inputs, gradients, strict=True))
 
@@ -264,7 +283,7 @@ def step(
     log_alpha: Tensor | None,  # [B, 1, HV]
     beta: Tensor | None,
     gamma: Tensor | None,
-    S: Tensor,  # [B, HV, K, V] float32 contiguous, updated in place
+    S: Tensor,  # [B, HV, K, V] float32, lies_by_columns, updated in place
     R: Tensor | None,
     method: Method,
 ) -> Tensor:

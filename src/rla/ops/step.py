@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,8 @@ from .attend import State, _decode, _encode, attend
 from .backends import BACKENDS, choose
 from .checks import check
 
-IN_PLACE = ("native", "triton")  # backends with a one-token kernel that updates states in place
+# Backends with a one-token kernel that updates states in place, and how these must lie in memory.
+IN_PLACE: Mapping[str, Callable[[Tensor], bool]] = {"native": native.lies_by_columns, "triton": Tensor.is_contiguous}
 
 
 def step(
@@ -29,6 +32,7 @@ def step(
     """`attend` for T = 1 that overwrites `state` with the new one and returns the output `[B, 1, H, V]` alone.
 
     Arguments are those of `attend`. It is not differentiable: call it under `torch.no_grad()`, or use `attend` to train.
+    Give it states that `attend` returned: they lie in memory as the kernel wants them. Others serve too, but are copied.
     """
     method = get_method(method)
     if state is None:
@@ -43,7 +47,7 @@ def step(
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
             raise ValueError("step: not differentiable; expected torch.no_grad() or tensors that need no gradient")
         name = choose(backend, q, v, method)
-        if name not in IN_PLACE or not all(M is None or M.is_contiguous() for M in state):
+        if name not in IN_PLACE or not all(M is None or IN_PLACE[name](M) for M in state):
             o, new = attend(q, k, v, log_alpha, beta, gamma, method=method, state=state, backend=name)
             state.S.copy_(new.S)
             if state.R is not None and new.R is not None:
@@ -72,31 +76,38 @@ def _fits(
     looks at the values of log_alpha), what doesn't goes through them.
     """
     try:
-        (B, T, H, K), (HV, V), S, R = q.shape, v.shape[2:], state.S, state.R
-        gate = (B, 1, HV)
+        (B, T, H, K), (vB, vT, HV, V), S, R = q.shape, v.shape, state.S, state.R
+        gate, own = (B, 1, HV), (HV * K * V, K * V, 1, K)
         return (
             BACKENDS["native"].missing is None
-            and T == 1
+            and T == vT == 1
+            and vB == B
             and k.shape == q.shape
-            and v.shape[0] == B
-            and v.shape[1] == 1
             and HV % H == 0
             and 0 < K <= native.MAX_SIZE
             and 0 < V <= native.MAX_SIZE
-            and (log_alpha is None or log_alpha.shape == gate)
-            and (beta is None or beta.shape == gate)
-            and (gamma is None or gamma.shape == gate)
-            and (log_alpha is None or method.decay in ("scalar", "fixed"))
-            and (beta is None or method.rate != "one")
-            and (gamma is None or (method.has_residual and method.gamma == "own"))
             and S.shape == (B, HV, K, V)
-            and S.is_contiguous()
-            and (R is not None) == method.has_R
-            and (R is None or (R.shape == S.shape and R.is_contiguous()))
-            and all(x is None or (x.dtype == torch.float32 and x.is_cpu) for x in (q, k, v, log_alpha, beta, gamma, S, R))
+            and S.stride() == own
+            and q.dtype == k.dtype == v.dtype == S.dtype == torch.float32
+            and q.is_cpu
+            and k.is_cpu
+            and v.is_cpu
+            and S.is_cpu
+            and (
+                R is None
+                if not method.has_R
+                else R.shape == S.shape and R.stride() == own and R.dtype == torch.float32 and R.is_cpu
+            )
+            and (log_alpha is None or (_is_gate(log_alpha, gate) and method.decay in ("scalar", "fixed")))
+            and (beta is None or (_is_gate(beta, gate) and method.rate != "one"))
+            and (gamma is None or (_is_gate(gamma, gate) and method.has_residual and method.gamma == "own"))
         )
     except (AttributeError, TypeError, ValueError, ZeroDivisionError):  # not even tensors, or of another rank
         return False
+
+
+def _is_gate(x: Tensor, shape: tuple[int, ...]) -> bool:
+    return x.shape == shape and x.dtype == torch.float32 and x.is_cpu
 
 
 @torch.library.custom_op("rla::step", mutates_args=("S", "R"))

@@ -16,6 +16,8 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Spread:
+    """Mean and range of a value over seeds."""
+
     mean: float
     low: float
     high: float

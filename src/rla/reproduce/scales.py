@@ -169,12 +169,12 @@ def _small() -> Scale:
         },
         "data": {"path": "", "length": 512},
         "schedule": {"batch_tokens": 2_048, "total_tokens": 819_200, "warmup_tokens": 81_920},
-        "optimizer": {"lr": 4e-3, "min_lr": 4e-4},
+        "optimizer": {"lr": 2e-3, "min_lr": 2e-4},
         "parallel": {"micro_sequences": 4},
         "checkpoint": {"every": 100, "keep": 1},
         "log": {"every": 10, "evaluate_every": 200, "evaluate_tokens": 262_144, "probe_every": 20},
     }
-    language = Study(recipe_from_dict(text), {**seeds(CORE, 3), **seeds(BASELINES, 2)}, (2e-3, 4e-3, 8e-3))
+    language = Study(recipe_from_dict(text), {**seeds(CORE, 3), **seeds(BASELINES, 2)}, (1e-3, 2e-3, 4e-3))
     return Scale(
         "small",
         "models of 2 million parameters, trained on two cores for some minutes each",

@@ -106,7 +106,7 @@ def first_recipes(study: Study) -> list[Recipe]:
 
 
 def run_study(study: Study, train: Train, title: str) -> Trained:
-    """With several learning rates: all of them with each method's first seed, then the other seeds, and ablations, with the best."""
+    """With several learning rates: all with each method's first seed, then the other seeds and the ablations with the best."""
     if len(study.rates) == 1:
         return Trained(tuple(train(first_recipes(study), title)), ())
     tried = train(first_recipes(study), f"{title}, learning rates")

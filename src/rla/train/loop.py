@@ -44,7 +44,10 @@ SAME_MOMENT = 3.0  # seconds
 
 
 def train(recipe: Recipe, *, quiet: bool = False) -> dict[str, Any]:
-    """Train as the recipe says, or go on with what its folder holds; returns the last evaluation's or training step's row."""
+    """Train as the recipe says, or go on with what its folder holds, alone or under torchrun.
+
+    Returns the last row of metrics, of an evaluation or of a training step. `quiet` shows no progress.
+    """
     world = engine.start(recipe.parallel)
     try:
         with _alone(recipe.folder, world):

@@ -68,6 +68,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Plan:
+    """What a recipe needs on so many GPUs: counts, and times that follow from an assumed MFU."""
+
     gpus: int
     gpu: GPU
     mfu: float

@@ -7,8 +7,8 @@ struct Args {
   const void *q, *k, *v, *dout;        // [B,T,H,K], [B,T,H,K], [B,T,HV,V], [B,T,HV,V]; last dimension contiguous
   void *o, *dq, *dk, *dv;              // contiguous
   const float *log_alpha, *beta, *gamma;  // [B,T,HV] contiguous
-  const float *S0, *R0, *dS, *dR;      // [N,HV,K,V] contiguous
-  float *S, *R, *saved;                // final states; states at every SEGMENT-th token in the kernel's own layout
+  const float *S0, *R0, *dS, *dR;      // [N,HV,V,K] contiguous: states lie by columns, here and below
+  float *S, *R, *saved;                // final states [N,HV,V,K]; states at every SEGMENT-th token in the kernel's own layout
   float *dlog_alpha, *dbeta, *dgamma;  // [B,T,HV] contiguous
   float *dS0, *dR0;
   const int64_t *cu_seqlens;           // [N+1]

@@ -304,17 +304,14 @@ inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bo
   });
 }
 
-// A state [K, V] of the caller to and from one panel of columns.
+// A state of the caller, by columns [V, K], to and from one panel of columns.
 inline void pack_state(const Problem& p, const float* x, float* panel, int64_t s) {
-  int64_t n = least<int64_t>(NR, p.V - s * NR);
-  for (int64_t d = 0; d < p.K; ++d) {
-    float* row = panel + d * NR;
-    for (int64_t j = 0; j < NR; ++j) row[j] = x && j < n ? x[d * p.V + s * NR + j] : 0;
-  }
+  int64_t n = x ? least<int64_t>(NR, p.V - s * NR) : 0;
+  if (n < NR) memset(panel, 0, p.K * NR * 4);
+  if (n) transpose(x + s * NR * p.K, p.K, panel, NR, n, p.K);
 }
 inline void unpack_state(const Problem& p, const float* panel, float* x, int64_t s) {
-  int64_t n = least<int64_t>(NR, p.V - s * NR);
-  for (int64_t d = 0; d < p.K; ++d) memcpy(x + d * p.V + s * NR, panel + d * NR, n * 4);
+  transpose(panel, NR, x + s * NR * p.K, p.K, p.K, least<int64_t>(NR, p.V - s * NR));
 }
 
 }  // namespace RLA_ISA

@@ -61,6 +61,25 @@ INLINE float sum(V x) {
   return s[0];
 }
 
+// The sums of four vectors.
+INLINE void sum4(V a, V b, V c, V d, float* to) {
+#if defined(__AVX2__) && !defined(RLA_W)
+#if defined(__AVX512F__)
+  auto half = [](V x) {
+    __m256 h[2];
+    __builtin_memcpy(h, &x, sizeof h);
+    return _mm256_add_ps(h[0], h[1]);
+  };
+#else
+  auto half = [](V x) { return (__m256)x; };
+#endif
+  __m256 x = _mm256_hadd_ps(_mm256_hadd_ps(half(a), half(b)), _mm256_hadd_ps(half(c), half(d)));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)));
+#else
+  to[0] = sum(a), to[1] = sum(b), to[2] = sum(c), to[3] = sum(d);
+#endif
+}
+
 INLINE V select(VI mask, V a, V b) { return (V)(((VI)a & mask) | ((VI)b & ~mask)); }
 INLINE V abs(V x) { return (V)((VI)x & (VI{} + 0x7fffffff)); }
 

@@ -1,5 +1,5 @@
-// One token: states in the caller's layout [B, HV, K, V], updated in place. Bound by memory, so a block of columns
-// small enough for the first-level cache is read once, updated from there, and the next block is fetched meanwhile.
+// One token: states are updated in place and, lying by columns, [B, HV, V, K], pass through the core once: the products of
+// the next column with k and q are taken while this one is updated.
 //
 //     u = beta (v - [delta] alpha k S)                  S <- alpha S + k^T u
 //     w = gamma (psi(v - k S) - [delta] alpha k R)      R <- alpha R + k^T w
@@ -14,83 +14,75 @@ struct Token {
   float alpha, beta, gamma, qk;
 };
 
-// kM = k M, qM = q M for NB vectors of columns of M [K, V].
-template <int NB> INLINE void read_state(const Problem& p, const Token& t, const float* M, V (&kM)[NB], V (&qM)[NB]) {
-  V x[NB] = {}, y[NB] = {};
-  for (int64_t d = 0; d < p.K; ++d, M += p.V) {
-    V k = splat(t.k[d]), q = splat(t.q[d]);
-    unroll<NB>([&](auto j) __attribute__((always_inline)) {
-      V m = load(M + j * W);
-      x[j] += k * m;
-      y[j] += q * m;
-    });
-  }
-  unroll<NB>([&](auto j) __attribute__((always_inline)) { kM[j] = x[j], qM[j] = y[j]; });
-}
+struct Products {
+  float kS, qS, kR, qR;
+};
 
-// M <- alpha M + k^T u; `next` are columns of a state to fetch meanwhile, or null.
-template <int NB>
-INLINE void write_state(const Problem& p, const Token& t, float* M, const V (&u_)[NB], const float* next) {
-  V u[NB], alpha = splat(t.alpha);
-  unroll<NB>([&](auto j) __attribute__((always_inline)) { u[j] = u_[j]; });
-  for (int64_t d = 0; d < p.K; ++d, M += p.V) {
-    V k = splat(t.k[d]);
-    if (next) {
-      for (int b = 0; b < NB * W; b += 16) __builtin_prefetch(next + b, 1);
-      next += p.V;
+// Of one column of S and, if FITTED, of R. K and the gates are passed by value: a store might change what is in memory.
+template <bool FITTED> INLINE Products read_column(const Token& t, const float* S, const float* R, int64_t K) {
+  V kS = V{}, qS = V{}, kR = V{}, qR = V{};
+  int64_t d = 0;
+#pragma GCC unroll 4
+  for (; d + W <= K; d += W) {
+    V k = load(t.k + d), q = load(t.q + d), s = load(S + d);
+    kS += k * s;
+    qS += q * s;
+    if constexpr (FITTED) {
+      V r = load(R + d);
+      kR += k * r;
+      qR += q * r;
     }
-    unroll<NB>([&](auto j) __attribute__((always_inline)) { store(M + j * W, alpha * load(M + j * W) + k * u[j]); });
+  }
+  Products x;
+  sum4(kS, qS, kR, qR, &x.kS);
+  for (; d < K; ++d) {
+    x.kS += t.k[d] * S[d], x.qS += t.q[d] * S[d];
+    if constexpr (FITTED) x.kR += t.k[d] * R[d], x.qR += t.q[d] * R[d];
+  }
+  return x;
+}
+
+// S <- alpha S + k u, R <- alpha R + k w.
+template <bool FITTED>
+INLINE void write_column(const Token& t, float* S, float* R, float alpha, float u, float w, int64_t K) {
+  const V as = splat(alpha), us = splat(u), ws = splat(w);
+  int64_t d = 0;
+#pragma GCC unroll 4
+  for (; d + W <= K; d += W) {
+    V k = load(t.k + d);
+    store(S + d, as * load(S + d) + k * us);
+    if constexpr (FITTED) store(R + d, as * load(R + d) + k * ws);
+  }
+  for (; d < K; ++d) {
+    S[d] = alpha * S[d] + t.k[d] * u;
+    if constexpr (FITTED) R[d] = alpha * R[d] + t.k[d] * w;
   }
 }
 
-// NB vectors of columns, from column c; `after`: whether as many columns follow.
-template <int NB> INLINE void step_block(const Problem& p, Token& t, float* S, float* R, int64_t c, bool after) {
-  const V alpha = splat(t.alpha), base = splat(p.sum ? 1.f : t.alpha), go = splat(p.gated ? t.gamma : 1.f);
-  V ks[NB], qs[NB], u[NB], r[NB], o[NB];
-  read_state(p, t, S + c, ks, qs);
-  unroll<NB>([&](auto j) __attribute__((always_inline)) {
-    V v = load(t.v + c + j * W);
-    u[j] = splat(t.beta) * (p.delta ? v - alpha * ks[j] : v);
-    r[j] = psi(v - ks[j], p);
-    o[j] = base * qs[j];
-    if (!p.residual) o[j] += splat(t.qk) * u[j];
-    else if (!p.fitted) o[j] += go * splat(t.qk) * r[j];
-  });
-  write_state(p, t, S + c, u, p.fitted ? R + c : after ? S + c + NB * W : nullptr);
-  if (p.fitted) {
-    read_state(p, t, R + c, ks, qs);
-    unroll<NB>([&](auto j) __attribute__((always_inline)) {
-      u[j] = splat(t.gamma) * (p.delta ? r[j] - alpha * ks[j] : r[j]);
-      o[j] += go * (alpha * qs[j] + splat(t.qk) * u[j]);
-    });
-    write_state(p, t, R + c, u, after ? S + c + NB * W : nullptr);
+// Columns first .. end - 1.
+template <bool FITTED> inline void run_columns(const Problem& p, Token& t, float* S, float* R, int64_t first, int64_t end) {
+  const int64_t K = p.K;
+  const bool delta = p.delta, residual = p.residual;
+  const float alpha = t.alpha, beta = t.beta, gamma = t.gamma, qk = t.qk;
+  const float base = p.sum ? 1 : alpha, go = p.gated ? gamma : 1;
+  S += first * K;
+  if constexpr (FITTED) R += first * K;
+  Products x = read_column<FITTED>(t, S, R, K), next = x;
+  for (int64_t c = first; c < end; ++c, x = next, S += K, R += FITTED ? K : 0) {
+    if (c + 1 < end) next = read_column<FITTED>(t, S + K, FITTED ? R + K : nullptr, K);
+    const float v = t.v[c], u = beta * (delta ? v - alpha * x.kS : v);
+    float r = 0, w = 0, o = base * x.qS;
+    if (residual) r = psi(splat(v - x.kS), p)[0];
+    else o += qk * u;
+    if constexpr (FITTED) {
+      w = gamma * (delta ? r - alpha * x.kR : r);
+      o += go * (alpha * x.qR + qk * w);
+    } else if (residual) {
+      o += go * qk * r;
+    }
+    t.o[c] = o;
+    write_column<FITTED>(t, S, R, alpha, u, w, K);
   }
-  unroll<NB>([&](auto j) __attribute__((always_inline)) { store(t.o + c + j * W, o[j]); });
-}
-
-// The columns that do not fill a vector.
-inline void step_column(const Problem& p, Token& t, float* S, float* R, int64_t c) {
-  auto read = [&](const float* M, float& kM, float& qM) {
-    kM = qM = 0;
-    for (int64_t d = 0; d < p.K; ++d) kM += t.k[d] * M[d * p.V], qM += t.q[d] * M[d * p.V];
-  };
-  auto write = [&](float* M, float u) {
-    for (int64_t d = 0; d < p.K; ++d) M[d * p.V] = t.alpha * M[d * p.V] + t.k[d] * u;
-  };
-  float ks, qs, v = t.v[c], go = p.gated ? t.gamma : 1;
-  read(S + c, ks, qs);
-  float u = t.beta * (p.delta ? v - t.alpha * ks : v), r = psi(splat(v - ks), p)[0];
-  float o = p.sum ? qs : t.alpha * qs;
-  if (!p.residual) o += t.qk * u;
-  else if (!p.fitted) o += go * t.qk * r;
-  write(S + c, u);
-  if (p.fitted) {
-    read(R + c, ks, qs);
-    u = t.gamma * (p.delta ? r - t.alpha * ks : r);
-    o += go * (t.alpha * qs + t.qk * u);
-    write(R + c, u);
-  }
-  t.o[c] = o;
 }
 
 // q or k of one token, normalised; zero up to a whole vector.
@@ -107,7 +99,6 @@ inline void load_key(const Problem& p, const void* source, int64_t at, float* x)
 
 // Columns first .. end - 1 of value head h of batch row b.
 inline void step_columns(const Problem& p, int64_t b, int64_t h, int64_t first, int64_t end) {
-  constexpr int NB = 4;
   const Args& a = p.a;
   const Task task(p, b, h);
   Token t;
@@ -121,11 +112,9 @@ inline void step_columns(const Problem& p, int64_t b, int64_t h, int64_t first, 
   t.alpha = a.log_alpha ? expf(a.log_alpha[gate]) : 1;
   t.beta = a.beta ? a.beta[gate] : 1;
   t.gamma = a.gamma ? a.gamma[gate] : 1;
-  float *S = a.S + gate * p.K * p.V, *R = p.fitted ? a.R + gate * p.K * p.V : nullptr;
-  int64_t c = first;
-  for (; c + NB * W <= end; c += NB * W) step_block<NB>(p, t, S, R, c, c + 2 * NB * W <= end);
-  for (; c + W <= end; c += W) step_block<1>(p, t, S, R, c, c + 2 * W <= end);
-  for (; c < end; ++c) step_column(p, t, S, R, c);
+  float* S = a.S + gate * p.K * p.V;
+  if (p.fitted) run_columns<true>(p, t, S, a.R + gate * p.K * p.V, first, end);
+  else run_columns<false>(p, t, S, nullptr, first, end);
   store_row(p.dtype, a.o, gate * p.V + first, t.o + first, end - first);
 }
 
