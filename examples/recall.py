@@ -1,4 +1,4 @@
-"""How well does each method recall? Every method in `rla.METHODS` on one synthetic stream, as a table. Run by `make demo`.
+"""How well does each method recall? Every method in `rla.METHODS` on one synthetic stream, as a table.
 
 A stream writes pairs (k, v) into the state: keys are random unit vectors, values random signs, and every pair comes REPEATS
 times in random order. Then each key is asked for once, by a token with q = key and k = v = 0, which reads and writes nothing.

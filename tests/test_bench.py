@@ -191,14 +191,27 @@ def test_decode_writes_table_csv_and_figure(tmp_path, capsys):
         (run_kernels, {"threads": 0}, "--threads: expected at least 1; got 0"),
         (run_kernels, {"dim": -1}, "--dim: expected at least 1; got -1"),
         (run_kernels, {"seconds": -1.0}, "--seconds: expected a number >= 0; got -1.0"),
+        (run_kernels, {"device": "cuda"}, "--device: torch finds no CUDA device here; expected cpu"),
+        (run_decode, {"device": "cuda"}, "--device: torch finds no CUDA device here; expected cpu"),
         (run_decode, {"cycle": 0}, "--cycle: expected numbers of at least 1; got 0"),
         (run_decode, {"positions": (-3,)}, "--positions: expected numbers of at least 1; got -3"),
     ],
 )
-def test_wrong_options_are_named(tmp_path, capsys, run, options, message):
+def test_wrong_options_are_named(tmp_path, capsys, run, options, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run(tmp_path, **options) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_backend_for_another_device_is_left_out(tmp_path, capsys, monkeypatch):
+    """Where triton is installed a default choice of backends has it, whatever the device."""
+    every = {name: dataclasses.replace(b, usable=True) for name, b in rla.backends().items()}
+    monkeypatch.setattr(kernels, "known_backends", lambda: every)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert run_kernels(tmp_path, backends=("chunked", "triton"), memory=False) == 0
+    assert "triton forward: not available: backend: 'triton' can't serve this call" in capsys.readouterr().out
+    assert {row["by"] for row in rows_of(tmp_path / "kernels.csv")} == {"chunked"}
 
 
 @pytest.mark.parametrize("command", ["kernels", "decode"])

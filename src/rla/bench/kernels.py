@@ -182,7 +182,7 @@ class _Bench:
                     run = prepare(contender, self.workload, tokens, which)
                     run()
                     ready[Cell(contender, T, which)] = run
-                except Unavailable as error:
+                except (Unavailable, ValueError) as error:  # ValueError: a backend for other devices, named or found usable
                     self.notes[f"{contender} {PASSES[which]}: not available: {error}"] = None
                 except (RuntimeError, MemoryError) as error:
                     self.notes[f"{contender} {PASSES[which]}, T={T}: failed: {type(error).__name__}: {error}"] = None

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..bench import style
 from .functions import tokenizer_from
 
 LENGTHS = (1024, 2048, 4096, 8192)
@@ -151,18 +152,16 @@ def cells(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
     return [{"length": a, "depth": b, "acc": sum(x) / len(x), "n": len(x)} for (a, b), x in sorted(scores.items())]
 
 
+@style.styled
 def heat_map(path: Path, grid: Sequence[Mapping[str, float]], title: str) -> None:
     """Draw the cells: lengths from left to right, depths from top to bottom."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     lengths, depths = sorted({c["length"] for c in grid}), sorted({c["depth"] for c in grid})
     values = [[float("nan")] * len(lengths) for _ in depths]
     for cell in grid:
         values[depths.index(cell["depth"])][lengths.index(cell["length"])] = 100 * cell["acc"]
-    figure = Figure(figsize=(2.6 + 0.9 * len(lengths), 1.6 + 0.4 * len(depths)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axis = figure.subplots()
+    figure, axes = style.canvas(size=(2.6 + 0.9 * len(lengths), 1.6 + 0.4 * len(depths)))
+    axis = axes[0, 0]
+    axis.grid(False)
     image = axis.imshow(values, vmin=0, vmax=100, cmap="viridis", aspect="auto")
     for y, row in enumerate(values):
         for x, value in enumerate(row):
@@ -172,5 +171,4 @@ def heat_map(path: Path, grid: Sequence[Mapping[str, float]], title: str) -> Non
     axis.set_yticks(range(len(depths)), [f"{100 * x:.0f} %" for x in depths])
     axis.set(xlabel="length (tokens)", ylabel="depth of the needle", title=title)
     figure.colorbar(image, ax=axis, label="retrieved (%)")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    style.save(figure, path)

@@ -96,16 +96,18 @@ def _needles(results: Mapping[str, Mapping[str, Any]]) -> list[Section]:
                 f"Share of needles found by {label} in {task}, by length and depth: {100 * mean:.1f} % over all, least "
                 f"({100 * worst['acc']:.0f} %) at {worst['length']:,} tokens and a depth of {100 * worst['depth']:.0f} %."
             )
-            drawn.append(Figure(name, _heat_map(grid, f"{label}: {task}"), alt, f"{label}, {task}"))
+            if mean:  # a map of zeros shows nothing that the table doesn't say
+                drawn.append(Figure(name, _heat_map(grid, f"{label}: {task}"), alt, f"{label}, {task}"))
             rows += [_by_length(label, task, grid)]
-    if not drawn:
+    if not rows:
         return []
     lengths = sorted({length for _, _, found in rows for length in found})
     shown = [(label, task, *(f"{found[n]:.1f}" if n in found else "" for n in lengths)) for label, task, found in rows]
     headers = ("model", "task", *(f"{n:,} tokens" for n in lengths))
     made = Table("Needles found in per cent, mean over depths", headers, tuple(shown))
     body = ("A sentence with a number is hidden in a long text, at a depth from its beginning to its end, and asked for.",)
-    return [Section("Needle in a haystack", body, (), tuple(drawn), (made,))]
+    notes = () if len(drawn) == len(rows) else ("A map is drawn where at least one needle was found.",)
+    return [Section("Needle in a haystack", body, (), tuple(drawn), (made,), notes)]
 
 
 def _by_length(label: str, task: str, grid: Sequence[Mapping[str, float]]) -> tuple[str, str, dict[int, float]]:

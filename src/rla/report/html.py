@@ -47,6 +47,7 @@ thead th { border-bottom: 2px solid var(--soft); vertical-align: bottom; }
 tbody th { font-weight: 500; position: sticky; left: 0; background: var(--ground); }
 .number { text-align: right; }
 .prose td, .prose th { white-space: normal; min-width: 9rem; vertical-align: top; }
+@media (min-width: 60rem) { .prose td { white-space: nowrap; } }
 .reference th, .reference td { color: var(--soft); font-style: italic; }
 .reference .of { font-style: normal; font-weight: 600; padding-top: 1rem; max-width: none; }
 .of span { position: sticky; left: .8rem; display: inline-block; max-width: calc(100vw - 4rem); white-space: normal; }
