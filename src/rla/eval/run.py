@@ -256,7 +256,14 @@ class _Run:
             for metric, x in record["metrics"].items():
                 error = "" if x["stderr"] is None else f"{x['stderr']:.4g}"
                 spent = [f"{tokens['computed']:,}", f"{1 - tokens['saved']:.0%}"] if tokens else ["", ""]
-                table.add_row(task.name, metric, f"{x['value']:.4f}", error, f"{record['n']:,}", *spent)
+                table.add_row(
+                    task.name,
+                    metric,
+                    f"{x['value']:,.{4 if abs(x['value']) < 1000 else 0}f}",
+                    error,
+                    f"{record['n']:,}",
+                    *spent,
+                )
         if table.row_count:
             self.console.print(table)
             self.console.print(f"written: {self.out}", soft_wrap=True)

@@ -174,7 +174,7 @@ def _small() -> Scale:
         "checkpoint": {"every": 100, "keep": 1},
         "log": {"every": 10, "evaluate_every": 200, "evaluate_tokens": 262_144, "probe_every": 20},
     }
-    language = Study(recipe_from_dict(text), {**seeds(CORE, 3), **seeds(BASELINES, 2)}, (1e-3, 2e-3, 4e-3))
+    language = Study(recipe_from_dict(text), {**seeds(CORE, 3), **seeds(BASELINES, 2)}, (1e-3, 2e-3, 4e-3, 8e-3))
     return Scale(
         "small",
         "models of 2 million parameters, trained on two cores for some minutes each",
