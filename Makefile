@@ -76,7 +76,7 @@ a11y: $(READY)
 # Beside .venv, not in it: torch.compile takes other ways where it finds a triton.
 TRITON ?= 3.7.1
 TRITONS = 3.7.1 3.9.0
-GPU_CHECK ?= --dtypes bfloat16
+GPU_CHECK ?=
 INTERPRET = TRITON_INTERPRET=1 PYTHONPATH=build/triton-$(TRITON)
 
 build/triton-%: $(READY)

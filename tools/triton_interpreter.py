@@ -1,7 +1,8 @@
 """Triton's interpreter made fit for tests: bfloat16 that is right, watched memory, counted work.
 
     mend()      bfloat16 casts round to nearest even and dots multiply numbers (the interpreter alone truncates, and multiplies
-                the bits); arithmetic on bfloat16 values raises, for the kernels compute in float32
+                the bits); arithmetic on bfloat16 values raises, for the kernels compute in float32; dots of float32 numbers
+                lose the digits that their `input_precision` loses
     watched()   accesses outside the tensors given to a kernel, and races between its programs, raise MemoryFault
     counted()   bytes and floating-point operations of each kernel, by name
 
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+PRECISIONS = ("tf32", "tf32x3", "ieee", "bf16x3")
 SECTOR = 32  # bytes that a GPU moves at least
 _BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
 
@@ -48,6 +50,26 @@ def _numbers(handle: Handle) -> np.ndarray:
     return to_float(handle.data) if handle.dtype.scalar == tl.bfloat16 else handle.data
 
 
+def product(a: np.ndarray, b: np.ndarray, precision: str) -> np.ndarray:
+    """The product of float32 matrices as tensor cores make it.
+
+    TF32 drops 13 bits; x3: the sum of the products of two parts of each, without the smallest; IEEE: all digits.
+    """
+    if precision == "IEEE" or not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return a @ b
+
+    def short(x: np.ndarray) -> np.ndarray:
+        if precision.startswith("BF16"):
+            return to_float(to_bits(x))
+        return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+    p, q = short(a), short(b)
+    if precision == "TF32":
+        return p @ q
+    assert precision in ("TF32x3", "BF16x3"), precision
+    return short(a - p) @ q + p @ short(b - q) + p @ q
+
+
 def mend() -> None:
     """Patch the interpreter, once and for good."""
     if getattr(Builder, "_mended", False):
@@ -70,9 +92,10 @@ def mend() -> None:
         return cast_impl(self, src, dst_type) if mended else fp_to_fp(self, src, dst_type, rounding_mode)
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        product = _numbers(a).astype(np.float32) @ _numbers(b).astype(np.float32)
         assert d.dtype.scalar == tl.float32, "the kernels add up in float32"
-        return Handle(product + d.data, tl.float32)
+        precision = input_precision.name if a.dtype.scalar == tl.float32 else "IEEE"
+        numbers = (_numbers(x).astype(np.float32) for x in (a, b))
+        return Handle(product(*numbers, precision) + d.data, tl.float32)
 
     def binary_op(self, lhs, rhs, op):
         if tl.bfloat16 in (lhs.dtype.scalar, rhs.dtype.scalar) and op not in _BITWISE:
@@ -86,6 +109,9 @@ def mend() -> None:
 
     for function in (cast_impl, create_fp_to_fp, create_dot, binary_op, unary_op):
         setattr(Builder, function.__name__, function)
+
+    every = dataclasses.replace(interpreter.InterpreterOptions(), allowed_dot_input_precisions=PRECISIONS)
+    interpreter.interpreter_builder.options = every
 
     # A launch patches triton.language as each function sees it: once for each module is enough, not for each call.
     patched: set[int] = set()
@@ -223,7 +249,7 @@ def _flat(accesses: list[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarra
     return addresses[new], programs[new]
 
 
-@dataclass
+@dataclasses.dataclass
 class Work:
     """What the launches of one kernel did.
 
@@ -236,7 +262,7 @@ class Work:
     moved: int = 0
     flops: int = 0
     launches: int = 0
-    sectors: dict[str, list[np.ndarray]] = field(default_factory=lambda: {"load": [], "store": []}, repr=False)
+    sectors: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=lambda: {"load": [], "store": []}, repr=False)
 
 
 @contextlib.contextmanager

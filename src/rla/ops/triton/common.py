@@ -1,4 +1,4 @@
-"""What the kernels share: where a program's chunk lies, decays, the pseudo-residual and the inverse of a unit lower matrix.
+"""What the kernels share: where a program's chunk lies, decays, products with more digits and the pseudo-residual.
 
 Tokens are numbered along the flattened [B * T]. A sequence of l tokens has ceil(l / C) chunks, and chunk c of sequence n owns
 slot `n * ceil(T / C) + c` of the buffers that hold something for each chunk; for packed sequences `start // C + n + c`, which
@@ -136,7 +136,7 @@ def decay_matrix(log_alpha, at, i, rows, HV, HAS: tl.constexpr):
 @triton.jit
 def vectors(vecs, index, i, C: tl.constexpr):
     """alpha_i, E'_i, L_i, diag_i and E_C of a chunk, as `prepare` left them."""
-    at = vecs + index * (4 * C)
+    at = vecs + index * (5 * C)
     E_C = tl.load(at + C - 1) * tl.load(at + 2 * C - 1)
     return tl.load(at + i), tl.load(at + C + i), tl.load(at + 2 * C + i), tl.load(at + 3 * C + i), E_C
 
@@ -152,39 +152,26 @@ def psi(e, clip, LOSS: tl.constexpr):
 
 
 @triton.jit
-def psi_adjoint(dr, e, clip, LOSS: tl.constexpr):
+def psi_slope(e, clip, LOSS: tl.constexpr):
+    """psi'(e), kept for backward instead of e: rounded to half precision, e could fall on the other side of the clip."""
     if LOSS == 1:
-        dr = tl.where(tl.abs(e) <= clip, dr, 0.0)
-    if LOSS == 2:
+        slope = tl.where(tl.abs(e) <= clip, 1.0, 0.0)
+    else:
         r = psi(e, clip, LOSS)
-        dr = dr * (1.0 - r * r)
-    return dr
+        slope = 1.0 - r * r
+    return slope
 
 
 @triton.jit
-def inverse(M, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + M)^-1 for a strictly lower M [C, C] float32.
-
-    Diagonal blocks of 16 by substitution, all at once; then pairs of blocks are merged, [[P, 0], [B, Q]]^-1 having -Q' B P' in
-    its corner. A power series would need no substitution, but its terms grow like binomials where keys are alike.
-    """
-    i = tl.arange(0, C)
-    same = i[:, None] // 16 == i[None, :] // 16
-    X = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    for s in range(1, 16):
-        rows = same & (i[:, None] % 16 == s)
-        row = tl.sum(tl.where(rows, M, 0.0), 0)
-        X = tl.where(rows, X - tl.sum(row[:, None] * X, 0)[None, :], X)
-    if C >= 32:
-        X = _merge(X, M, i, 16, PRECISION)
-    if C >= 64:
-        X = _merge(X, M, i, 32, PRECISION)
-    return X
+def halves(x, like):
+    """Float32 numbers as sums of two of `like`'s dtype, which together have twice its digits."""
+    high = x.to(like.dtype.element_ty)
+    return high, (x - high.to(tl.float32)).to(like.dtype.element_ty)
 
 
 @triton.jit
-def _merge(X, M, i, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    block = i // SIZE
-    corner = (block[:, None] == block[None, :] + 1) & (block[:, None] % 2 == 1)
-    MX = tl.dot(tl.where(corner, M, 0.0), X, input_precision=PRECISION)
-    return X - tl.dot(X, MX, input_precision=PRECISION)
+def fine_dot(at, low, x, like, i, C: tl.constexpr):
+    """M x of a float32 x with twice the digits of half precision. M [C, C] is kept as two halves, at `at` and at `low`."""
+    x, x_low = halves(x, like)
+    M = square(at, i, C)
+    return tl.dot(M, x, tl.dot(M, x_low, tl.dot(square(low, i, C), x)))

@@ -26,7 +26,6 @@ class Config:
     prepare: Tile
     invert: Tile
     scan: Tile
-    trace: Tile
     reverse: Tile
     between: Tile
     grads_q: Tile
@@ -47,25 +46,34 @@ def configure(K: int, V: int, itemsize: int, device: str, arch: int = 0) -> Conf
     """
     half, nvidia = itemsize == 2, device != "hip"
     # float32 numbers go through tensor cores as three TF32 products, on AMD GPUs as they are; of half-precision inputs only
-    # the inverses are float32. An operand in three parts takes thrice the registers: chunks and blocks of columns are smaller.
-    precision = "ieee" if device != "cuda" else ("tf32" if half else "tf32x3")
-    C = 64 if half else (32 if K <= 128 else 16)
+    # the inverses are float32. An operand in parts takes more registers: chunks and blocks of columns are smaller.
+    precision = "tf32x3" if nvidia else "ieee"
+    C = 64 if half else (32 if K <= 128 and arch < 100 else 16)
     BK = 64 if half or K > 128 else 32
     BV = 16 if half or not nvidia else 8
     # Loads ahead of their use save registers; not at K = 256, where the buffers don't fit, and not in half precision on
     # Blackwell, where accumulators have a memory of their own.
     stages = 2 if device == "cuda" and K <= 128 and not (half and arch >= 100) else 1
     warps = 4 if C > 16 else 1  # more would load less than 16 bytes each
-    reverse = Tile(power(K, BK), power(V, BV), 4, stages)
-    if device == "cuda" and arch < 90 and half and K > 64:  # operands of its dots come from registers there
-        reverse = Tile(32, power(V, BV), 4, 2) if K <= 128 else Tile(64, power(V, BV), 8, 2)
+    scan = reverse = Tile(power(K, BK), power(V, BV), 4, stages)
+    if device == "cuda" and half:
+        if arch >= 100:
+            scan = Tile(power(K, BK), power(V, BV), 8, stages)
+        elif K > 128:
+            scan = Tile(BK, 8, 4, stages)
+        if arch < 90 and K > 32:  # operands of its dots come from registers there
+            reverse = Tile(32, power(V, BV), 4, 2) if K <= 128 else Tile(64, power(V, BV), 8, 2)
+    elif device == "cuda" and arch >= 90:
+        if K > 128:
+            scan, reverse = Tile(BK, power(V, BV), 8, 1), Tile(BK, power(V, BV), 8, 2 if arch >= 100 else 1)
+        elif arch < 100:
+            scan = Tile(power(K, BK), power(V, BV), 4, 1)
     return Config(
         C=C,
         precision=precision,
         prepare=Tile(power(K, 64 if half else 32), 0, warps, 1),
-        invert=Tile(0, 0, warps, 1),
-        scan=Tile(power(K, BK), power(V, BV), 4, stages),
-        trace=Tile(power(K, BK), power(V, BV), 4, stages),
+        invert=Tile(0, 0, 2 if half else 1, 1),
+        scan=scan,
         reverse=reverse,
         between=Tile(0, power(V, 16), 8 if half else warps, 1),
         grads_q=Tile(power(K, 32), power(V, 32 if half else 16), warps, 1),

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from ...method import Method
 from ..reference import NORM_EPS
-from . import interpreted, saved_shape, segment
+from . import interpreted, saved_shape, segment, tune
 from .between import between
 from .config import Config, Tile, configure
 from .decode import decode
 from .grads import finish, grads
-from .prepare import invert, prepare
+from .invert import invert
+from .prepare import prepare
 from .reverse import reverse
 from .scan import scan
 
@@ -76,6 +77,9 @@ class _Problem:
         self.segment = segment(self.K, self.V, self.q.element_size(), 1 + self.method.has_R)
         self.C = self.config.C
         switches = _switches(self.method)
+        # A clip's slope jumps: see scan.py. float16 has digits enough.
+        fine = switches["LOSS"] == _LOSSES["huber"] and self.q.dtype == torch.bfloat16
+        squares = (4 if switches["FITTED"] else 3) if switches["DELTA"] else 1 + switches["RESIDUAL"]
         self.switches = {
             **switches,
             "HAS_ALPHA": self.log_alpha is not None,
@@ -85,7 +89,8 @@ class _Problem:
             "PRECISION": self.config.precision,
             "C": self.C,
             "GROUP": self.HV // self.H,
-            "NM": (4 if switches["FITTED"] else 3) if switches["DELTA"] else 1 + switches["RESIDUAL"],
+            "NM": squares + fine * (1 + switches["DELTA"]),
+            "FINE": fine,
             "K": self.K,
             "V": self.V,
         }
@@ -98,21 +103,32 @@ class _Problem:
     def run(self, kernel: Any, programs: int, tile: Tile, *args: Any, without: tuple[str, ...] = (), **more: Any) -> None:
         if programs == 0:
             return
-        switches = {name: value for name, value in self.switches.items() if name not in without}
-        kernel[(programs,)](*args, BK=tile.BK, **switches, **more, num_warps=tile.warps, num_stages=tile.stages)
+        constants = {name: value for name, value in self.switches.items() if name not in without} | more
 
-    def prepare(self) -> None:
+        def launch(tile: Tile) -> None:
+            kernel[(programs,)](*args, BK=tile.BK, **constants, num_warps=tile.warps, num_stages=tile.stages)
+
+        if tune.enabled():
+            fixed = sorted((name, value) for name, value in constants.items() if name != "SAVE")  # which hangs on the length
+            key = (kernel.__name__, self.q.dtype, self.q.device, tile, *fixed)
+            tile = tune.choose(key, tile, launch, triton.testing.do_bench)
+        launch(tile)
+
+    def prepare(self, *, backward: bool) -> None:
         """Normalised q and k, and the matrices and vectors of each chunk."""
         q, k, slots = self.q, self.k, self.slots(self.C)
-        norm = self.method.qk_norm
-        copy = norm or not (q.is_contiguous() and k.is_contiguous())
-        self.qn, self.kn = (torch.empty_like(x, memory_format=torch.contiguous_format) if copy else x for x in (q, k))
+        norm, fine = self.method.qk_norm, self.switches["FINE"]
+        copy_q = norm or not q.is_contiguous()
+        copy_k = (norm or not k.is_contiguous()) and (backward or not fine)
+        self.qn = torch.empty_like(q, memory_format=torch.contiguous_format) if copy_q else q
+        self.kn = torch.empty_like(k, memory_format=torch.contiguous_format) if copy_k else k
+        self.k_scan = k.contiguous() if fine else self.kn
         self.mats = q.new_empty(slots, self.HV, self.switches["NM"], self.C, self.C)
-        self.vecs = q.new_empty(slots, self.HV, 4, self.C, dtype=torch.float32)
+        self.vecs = q.new_empty(slots, self.HV, 5, self.C, dtype=torch.float32)
         self.run(
             prepare, slots * self.HV, self.config.prepare,
             q, k, self.log_alpha, self.qn, self.kn, self.mats, self.vecs, self.cu, self.N, self.T, self.HV,
-            *q.stride()[:3], *k.stride()[:3], NORM_EPS, NORM=norm, COPY=copy,
+            *q.stride()[:3], *k.stride()[:3], NORM_EPS, NORM=norm, COPY_Q=copy_q, COPY_K=copy_k,
             without=("V", "FITTED", "GATED", "LOSS", "HAS_BETA", "HAS_GAMMA"),
         )  # fmt: skip
         if self.switches["DELTA"]:
@@ -122,11 +138,12 @@ class _Problem:
                 without=("K", "V", "GROUP", "DELTA", "RESIDUAL", "GATED", "LOSS", "HAS_ALPHA"),
             )  # fmt: skip
 
-    def scan(self, tile: Tile, programs: int, saved: Tensor | None, outputs: tuple, traces: tuple, **modes: bool) -> None:
+    def scan(self, programs: int, saved: Tensor | None, outputs: tuple, traces: tuple, **modes: bool) -> None:
+        tile = self.config.scan
         blocks = triton.cdiv(self.V, tile.BV)
         self.run(
             scan, programs * self.HV * blocks, tile,
-            self.qn, self.kn, self.v, self.beta, self.gamma, self.mats, self.vecs,
+            self.qn, self.k_scan, self.v, self.beta, self.gamma, self.mats, self.vecs,
             self.S0, self.R0, saved, self.cu, *outputs, *traces,
             self.N, self.T, self.HV, float(self.method.clip), BV=tile.BV, SEGMENT=self.segment,
             HAS_STATE=self.S0 is not None, without=("HAS_ALPHA",), **modes,
@@ -151,8 +168,8 @@ def forward(
     S = q.new_empty(p.N, p.HV, p.K, p.V, dtype=torch.float32)
     R = torch.empty_like(S) if method.has_R else S.new_empty(0)
     saved = S.new_empty(saved_shape(q, v, p.N, method) if save else 0)
-    p.prepare()
-    p.scan(p.config.scan, p.N, saved, (o, S, R), (None,) * 4, TRACE=False, SAVE=saved.numel() > 0)
+    p.prepare(backward=False)
+    p.scan(p.N, saved, (o, S, R), (None,) * 4, TRACE=False, SAVE=saved.numel() > 0)
     return o, S, R, saved
 
 
@@ -176,12 +193,12 @@ def backward(
     p = _Problem(*inputs, cu_seqlens, method)
     do = do.to(q.dtype).contiguous()
     s, slots, tile = p.switches, p.slots(p.C), p.config.reverse
-    p.prepare()
+    p.prepare(backward=True)
     x = torch.empty_like(p.v) if s["DELTA"] else p.v
     xw = torch.empty_like(p.v) if s["RESIDUAL"] else None
-    e = torch.empty_like(p.v) if s["LOSS"] else None
+    slopes = torch.empty_like(p.v) if s["LOSS"] else None
     states = q.new_empty(slots, p.HV, 1 + method.has_R, p.K, p.V)
-    p.scan(p.config.trace, p.slots(p.segment), saved, (None,) * 3, (x, xw, e, states), TRACE=True, SAVE=False)
+    p.scan(p.slots(p.segment), saved, (None,) * 3, (x, xw, slopes, states), TRACE=True, SAVE=False)
 
     adjoints, y, dv = torch.empty_like(states), torch.empty_like(p.v), torch.empty_like(p.v)
     z = torch.empty_like(p.v) if s["FITTED"] else None
@@ -189,8 +206,8 @@ def backward(
     dS, dR = dS.contiguous(), None if dR is None else dR.contiguous()
     p.run(
         reverse, p.N * p.HV * triton.cdiv(p.V, tile.BV), tile,
-        p.qn, p.kn, do, p.beta, p.gamma, p.mats, p.vecs, e, dS, dR, p.cu, dS0, dR0, adjoints, y, z, dv,
-        p.T, p.HV, float(method.clip), BV=tile.BV, HAS_STATE=S0 is not None, without=("HAS_ALPHA",),
+        p.qn, p.kn, do, p.beta, p.gamma, p.mats, p.vecs, slopes, dS, dR, p.cu, dS0, dR0, adjoints, y, z, dv,
+        p.T, p.HV, BV=tile.BV, HAS_STATE=S0 is not None, without=("HAS_ALPHA", "FINE"),
     )  # fmt: skip
 
     dgates = [None if x is None else torch.empty_like(x) for x in p.gates]
@@ -202,13 +219,13 @@ def backward(
         p.run(
             between, slots * p.HV, tile,
             do, *p.gates, p.mats, p.vecs, x, xw, y, z, dv, p.cu, dmats, parts, dgates[1], p.N, p.T, p.HV,
-            BV=tile.BV, QUERY=query, without=("LOSS",),
+            BV=tile.BV, QUERY=query, without=("LOSS", "FINE"),
         )  # fmt: skip
         tile = p.config.grads_q if query else p.config.grads_k
         p.run(
             grads, slots * p.HV, tile,
             p.qn, p.kn, do, p.beta, p.gamma, p.vecs, x, xw, y, z, dv, states, adjoints, dmats, parts, p.cu, dxs,
-            dgates[0], dgates[2], p.N, p.T, p.HV, BV=tile.BV, QUERY=query, without=("LOSS", "NM"),
+            dgates[0], dgates[2], p.N, p.T, p.HV, BV=tile.BV, QUERY=query, without=("LOSS", "NM", "FINE"),
         )  # fmt: skip
     direct = not method.qk_norm and p.HV == p.H
     dq, dk = (dqs, dks) if direct else (_finish(p, *pair) for pair in ((p.q, dqs), (p.k, dks)))

@@ -2,7 +2,7 @@
 
     doc = gamma do
     dw = Q'^T (alpha doc) + diag doc + L k dR          gz = Mw^T (gamma dw)     z = dw - G'^T (alpha gz)
-    de = psi'(e) gz
+    de = psi'(e) gz                                    psi'(e) as the scan left it
     du = Q'^T (alpha do) - G'^T de + L k dS            by = Mu^T (beta du)      y = du - G'^T (alpha by)
     dv = de + by
     dS <- E_C dS + q^T (E do) - k^T (E' de + E by)     dR <- E_C dR + q^T (E doc) - k^T (E gz)
@@ -14,7 +14,7 @@ y = du and z = dw, and no `E by`, `E gz`. Written for kernel 4: the adjoints of 
 import triton
 import triton.language as tl
 
-from .common import bounds, gate, psi_adjoint, read, slot_of, square_t, vectors, write
+from .common import bounds, gate, read, slot_of, square_t, vectors, write
 from .states import absorb, load_states, no_states, store_states, views
 
 
@@ -27,7 +27,7 @@ def reverse(
     gamma,
     mats,
     vecs,
-    es,  # [B * T, HV, V]
+    slopes,  # [B * T, HV, V]
     dS_out,  # [N, HV, K, V] float32
     dR_out,
     cu,
@@ -39,7 +39,6 @@ def reverse(
     dv,
     T,
     HV: tl.constexpr,
-    clip,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -66,10 +65,10 @@ def reverse(
     slot = slot_of(first, n, T, C, PACKED)
     i, iv = tl.arange(0, C), pid % NV * BV + tl.arange(0, BV)
     own = (n.to(tl.int64) * HV + h) * K * V
-    S0, S1, S2, S3 = load_states(dS_out + own, iv, K, V, BK, BV)
-    R0, R1, R2, R3 = no_states(K, BK, BV)
+    S = load_states(dS_out + own, iv, K, V, BK, BV)
+    R = no_states(K, BK, BV)
     if FITTED:
-        R0, R1, R2, R3 = load_states(dR_out + own, iv, K, V, BK, BV)
+        R = load_states(dR_out + own, iv, K, V, BK, BV)
 
     H: tl.constexpr = HV // GROUP
     chunks = tl.cdiv(last - first, C).to(tl.int32)
@@ -83,33 +82,13 @@ def reverse(
         chunk = (slot + c) * HV + h
         mat = mats + chunk * (NM * C * C)
         at_state = adjoints + chunk * NS * K * V
-        store_states(at_state, S0, S1, S2, S3, iv, K, V, BK, BV)
+        store_states(at_state, S, iv, K, V, BK, BV)
         if FITTED:
-            store_states(at_state + K * V, R0, R1, R2, R3, iv, K, V, BK, BV)
+            store_states(at_state + K * V, R, iv, K, V, BK, BV)
         kdS, kdR, _, _ = views(
-            k + at_key,
-            q + at_key,
-            i,
-            rows,
-            H * K,
-            S0,
-            S1,
-            S2,
-            S3,
-            R0,
-            R1,
-            R2,
-            R3,
-            C,
-            K,
-            BK,
-            BV,
-            True,
-            FITTED,
-            False,
-            False,
-            PRECISION,
-        )
+            k + at_key, q + at_key, i, rows, H * K, S, R, C, K, BK, BV,
+            True, FITTED, False, False, False, PRECISION,
+        )  # fmt: skip
         alpha, E_, L, d, E_C = vectors(vecs, chunk, i, C)
         E = alpha * E_
         b = gate(beta, at_gate, i, rows, HV, HAS_BETA, 1.0)
@@ -135,9 +114,10 @@ def reverse(
                 z = tl.dot(Qt, (alpha[:, None] * doc).to(k.dtype.element_ty), input_precision=PRECISION) + gz + L[:, None] * kdR
                 from_R = (E[:, None] * doc).to(k.dtype.element_ty)
                 gz = g[:, None] * z
-        S0, S1, S2, S3, R0, R1, R2, R3 = absorb(
-            q + at_key, i, rows, H * K, E_C, from_S, from_R, S0, S1, S2, S3, R0, R1, R2, R3, K, BK, FITTED, PRECISION
-        )
+        S, R = absorb(
+            q + at_key, i, rows, H * K, E_C, from_S, from_S, from_R, S, R,
+            K, BK, FITTED, False, PRECISION,
+        )  # fmt: skip
         if DELTA or RESIDUAL:
             Gt = square_t(mat + C * C, i, C)
             from_S = tl.zeros([C, BV], tl.float32)
@@ -149,10 +129,9 @@ def reverse(
                     z -= tl.dot(Gt, (alpha[:, None] * gz).to(k.dtype.element_ty), input_precision=PRECISION)
                     from_R = (-E[:, None] * gz).to(k.dtype.element_ty)
                 write(zs + at_value, z, i, rows, HV * V, iv, V, BV)
-            e = gz
+            de = gz
             if LOSS != 0:
-                e = read(es + at_value, i, rows, HV * V, iv, V, BV).to(tl.float32)
-            de = psi_adjoint(gz, e, clip, LOSS)
+                de *= read(slopes + at_value, i, rows, HV * V, iv, V, BV).to(tl.float32)
             y -= tl.dot(Gt, de.to(k.dtype.element_ty), input_precision=PRECISION)
         by = b[:, None] * y
         if DELTA:
@@ -164,15 +143,16 @@ def reverse(
                 from_S -= E_[:, None] * de
             if DELTA:
                 from_S -= E[:, None] * by
-            S0, S1, S2, S3, R0, R1, R2, R3 = absorb(
-                k + at_key, i, rows, H * K, 1.0, from_S.to(k.dtype.element_ty), from_R, S0, S1, S2, S3, R0, R1, R2, R3,
-                K, BK, FITTED and DELTA, PRECISION,
+            from_S = from_S.to(k.dtype.element_ty)
+            S, R = absorb(
+                k + at_key, i, rows, H * K, 1.0, from_S, from_S, from_R, S, R,
+                K, BK, FITTED and DELTA, False, PRECISION,
             )  # fmt: skip
         if RESIDUAL:
             by += de
         write(dv + at_value, by, i, rows, HV * V, iv, V, BV)
 
     if HAS_STATE:
-        store_states(dS_in + own, S0, S1, S2, S3, iv, K, V, BK, BV)
+        store_states(dS_in + own, S, iv, K, V, BK, BV)
         if FITTED:
-            store_states(dR_in + own, R0, R1, R2, R3, iv, K, V, BK, BV)
+            store_states(dR_in + own, R, iv, K, V, BK, BV)

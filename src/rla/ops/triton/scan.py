@@ -7,20 +7,24 @@
     S <- E_C S + k^T (L u)    R <- E_C R + k^T (L w)
 
 Forward writes o, the last states, and for backward the states at every segment's start. Backward runs it again with TRACE,
-from those states and one program for each segment: then it writes the states before each chunk, x, xw and e instead.
+from those states, one program for each segment, and writes the states before each chunk, x, xw and psi'(e) instead.
+
+With FINE, what leads to e has twice the digits of half precision: the slope of a clip jumps from 1 to 0, so that an error of
+bfloat16's size in e would turn a share of the gradients off or on. k is the one that was given, which is exact, and products
+are divided by its norm; the other operands are sums of two halves.
 """
 
 import triton
 import triton.language as tl
 
-from .common import bounds, gate, locate, psi, read, slot_of, square, vectors, write
+from .common import bounds, fine_dot, gate, halves, locate, psi, psi_slope, read, slot_of, square, vectors, write
 from .states import absorb, load_states, no_states, store_states, views
 
 
 @triton.jit
 def scan(
     q,  # [B * T, H, K]
-    k,
+    k,  # normalised, but not with FINE
     v,  # [B * T, HV, V]
     beta,  # [B * T, HV]
     gamma,
@@ -35,7 +39,7 @@ def scan(
     R_out,
     xs,  # [B * T, HV, V]
     xws,
-    es,
+    slopes,
     states,  # [slots, HV, 1 or 2, K, V]
     N,
     T,
@@ -54,6 +58,7 @@ def scan(
     FITTED: tl.constexpr,
     GATED: tl.constexpr,
     LOSS: tl.constexpr,
+    FINE: tl.constexpr,
     TRACE: tl.constexpr,
     SAVE: tl.constexpr,
     HAS_BETA: tl.constexpr,
@@ -81,19 +86,19 @@ def scan(
 
     i, iv = tl.arange(0, C), pid % NV * BV + tl.arange(0, BV)
     own = (n.to(tl.int64) * HV + h) * K * V
-    S0, S1, S2, S3 = no_states(K, BK, BV)
-    R0, R1, R2, R3 = no_states(K, BK, BV)
+    S = no_states(K, BK, BV)
+    R = no_states(K, BK, BV)
     if HAS_STATE:
         if segment == 0:
-            S0, S1, S2, S3 = load_states(S_in + own, iv, K, V, BK, BV)
+            S = load_states(S_in + own, iv, K, V, BK, BV)
             if FITTED:
-                R0, R1, R2, R3 = load_states(R_in + own, iv, K, V, BK, BV)
+                R = load_states(R_in + own, iv, K, V, BK, BV)
     if TRACE:
         if (segment > 0) & (begin < last):
             kept = saved + ((place + segment - 1) * HV + h) * NS * K * V
-            S0, S1, S2, S3 = load_states(kept, iv, K, V, BK, BV)
+            S = load_states(kept, iv, K, V, BK, BV)
             if FITTED:
-                R0, R1, R2, R3 = load_states(kept + K * V, iv, K, V, BK, BV)
+                R = load_states(kept + K * V, iv, K, V, BK, BV)
 
     H: tl.constexpr = HV // GROUP
     chunks = tl.maximum(tl.cdiv(last - begin, C), 0).to(tl.int32)
@@ -101,9 +106,9 @@ def scan(
         if SAVE:
             if (c > 0) & (c % (SEGMENT // C) == 0):
                 keep = saved + ((place + c // (SEGMENT // C) - 1) * HV + h) * NS * K * V
-                store_states(keep, S0, S1, S2, S3, iv, K, V, BK, BV)
+                store_states(keep, S, iv, K, V, BK, BV)
                 if FITTED:
-                    store_states(keep + K * V, R0, R1, R2, R3, iv, K, V, BK, BV)
+                    store_states(keep + K * V, R, iv, K, V, BK, BV)
         token = begin + c * C
         rows = tl.minimum(last - token, C).to(tl.int32)
         at_gate = token * HV + h
@@ -113,25 +118,34 @@ def scan(
         mat = mats + chunk * (NM * C * C)
         if TRACE:
             at_state = states + chunk * NS * K * V
-            store_states(at_state, S0, S1, S2, S3, iv, K, V, BK, BV)
+            store_states(at_state, S, iv, K, V, BK, BV)
             if FITTED:
-                store_states(at_state + K * V, R0, R1, R2, R3, iv, K, V, BK, BV)
+                store_states(at_state + K * V, R, iv, K, V, BK, BV)
         kS, kR, qS, qR = views(
-            k + at_key, q + at_key, i, rows, H * K, S0, S1, S2, S3, R0, R1, R2, R3, C, K, BK, BV,
-            DELTA or RESIDUAL, DELTA and FITTED, not TRACE, FITTED and not TRACE, PRECISION,
+            k + at_key, q + at_key, i, rows, H * K, S, R, C, K, BK, BV,
+            DELTA or RESIDUAL, DELTA and FITTED, not TRACE, FITTED and not TRACE, FINE, PRECISION,
         )  # fmt: skip
         alpha, E_, L, d, E_C = vectors(vecs, chunk, i, C)
         E = alpha * E_
+        if FINE:
+            k_scale = tl.load(vecs + chunk * (5 * C) + 4 * C + i)
+            L *= k_scale
+            kS *= k_scale[:, None]
+            kR *= k_scale[:, None]
         b = gate(beta, at_gate, i, rows, HV, HAS_BETA, 1.0)
         bv = read(v + at_value, i, rows, HV * V, iv, V, BV).to(tl.float32)
         x = bv
         if DELTA:
-            x = tl.dot(square(mat + 2 * C * C, i, C), (bv - E[:, None] * kS).to(k.dtype.element_ty), input_precision=PRECISION)
+            x = bv - E[:, None] * kS
+            if FINE:
+                x = fine_dot(mat + 2 * C * C, mat + (NM - 1) * C * C, x, k, i, C)
+            else:
+                x = tl.dot(square(mat + 2 * C * C, i, C), x.to(k.dtype.element_ty), input_precision=PRECISION)
             if TRACE:
                 write(xs + at_value, x, i, rows, HV * V, iv, V, BV)
         u = b[:, None] * x
         ud = u.to(k.dtype.element_ty)
-        into_S = (L[:, None] * u).to(k.dtype.element_ty)
+        into_S, into_S_low = halves(L[:, None] * u, k)
         into_R = into_S
         if not TRACE:
             Q = square(mat, i, C)
@@ -144,9 +158,13 @@ def scan(
                 o_ = E_[:, None] * qS + o_
         if RESIDUAL:
             g = gate(gamma, at_gate, i, rows, HV, HAS_GAMMA, 1.0)
-            e = bv - E_[:, None] * kS - tl.dot(square(mat + C * C, i, C), ud, input_precision=PRECISION)
+            e = bv - E_[:, None] * kS
+            if FINE:
+                e -= fine_dot(mat + C * C, mat + (NM - 1 - DELTA) * C * C, u, k, i, C)
+            else:
+                e -= tl.dot(square(mat + C * C, i, C), ud, input_precision=PRECISION)
             if TRACE and LOSS != 0:
-                write(es + at_value, e, i, rows, HV * V, iv, V, BV)
+                write(slopes + at_value, psi_slope(e, clip, LOSS), i, rows, HV * V, iv, V, BV)
             xw = psi(e, clip, LOSS)
             if FITTED and DELTA:
                 xw = (xw - E[:, None] * kR).to(k.dtype.element_ty)
@@ -166,11 +184,12 @@ def scan(
                 o_ += oc
         if not TRACE:
             write(o + at_value, o_, i, rows, HV * V, iv, V, BV)
-        S0, S1, S2, S3, R0, R1, R2, R3 = absorb(
-            k + at_key, i, rows, H * K, E_C, into_S, into_R, S0, S1, S2, S3, R0, R1, R2, R3, K, BK, FITTED, PRECISION
-        )
+        S, R = absorb(
+            k + at_key, i, rows, H * K, E_C, into_S, into_S_low, into_R, S, R,
+            K, BK, FITTED, FINE, PRECISION,
+        )  # fmt: skip
 
     if not TRACE:
-        store_states(S_out + own, S0, S1, S2, S3, iv, K, V, BK, BV)
+        store_states(S_out + own, S, iv, K, V, BK, BV)
         if FITTED:
-            store_states(R_out + own, R0, R1, R2, R3, iv, K, V, BK, BV)
+            store_states(R_out + own, R, iv, K, V, BK, BV)
