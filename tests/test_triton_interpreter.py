@@ -232,6 +232,14 @@ def test_candidates_that_do_not_fit_are_left_out():
         tune.choose("never fits", tile, lambda candidate: (_ for _ in ()).throw(RuntimeError("always")), time)
 
 
+@pytest.mark.parametrize("itemsize", (2, 4))
+def test_gpus_with_little_shared_memory_load_one_stage_ahead(itemsize):
+    for size in (64, 128, 256):
+        small = config.configure(size, size, itemsize, "cuda", 89)
+        assert (small.scan.stages, small.reverse.stages) == (1, 1)
+        assert config.configure(size, size, itemsize, "cuda", 120) == small
+
+
 def test_saved_memory_is_bounded():
     """At most half of q, k, v and o; with q, k and v, which autograd keeps too, 1.25 times the four."""
     for dtype in (torch.float32, torch.bfloat16):

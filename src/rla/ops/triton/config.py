@@ -6,7 +6,7 @@ sequence plays no part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,16 @@ def power(n: int, most: int = 256) -> int:
     return min(most, max(16, 1 << (n - 1).bit_length()))
 
 
+SMALL = (86, 89, 120, 121)  # compute capabilities with 99 KiB of shared memory a block
+
+
 def configure(K: int, V: int, itemsize: int, device: str, arch: int = 0) -> Config:
     """The sizes for q of K and v of V channels and `itemsize` bytes.
 
     device: "cuda" with its compute capability (80, 90, 100 ...), "hip", or "cpu" in the interpreter.
     """
-    half, nvidia = itemsize == 2, device != "hip"
+    half, nvidia, small = itemsize == 2, device != "hip", arch in SMALL
+    arch = 89 if small else arch  # 12.x has the tensor cores' instructions of 8.9, not those of 10.0
     # float32 numbers go through tensor cores as three TF32 products, on AMD GPUs as they are; of half-precision inputs only
     # the inverses are float32. An operand in parts takes more registers: chunks and blocks of columns are smaller.
     precision = "tf32x3" if nvidia else "ieee"
@@ -68,6 +72,8 @@ def configure(K: int, V: int, itemsize: int, device: str, arch: int = 0) -> Conf
             scan, reverse = Tile(BK, power(V, BV), 8, 1), Tile(BK, power(V, BV), 8, 2 if arch >= 100 else 1)
         elif arch < 100:
             scan = Tile(power(K, BK), power(V, BV), 4, 1)
+    if small:
+        scan, reverse = replace(scan, stages=1), replace(reverse, stages=1)
     return Config(
         C=C,
         precision=precision,
