@@ -176,13 +176,14 @@ def _plot(chosen: dict[tuple[str, int], list[dict[str, Any]]], tasks: list[str],
     figure, axes = style.canvas(1, len(widths), sharey=True)
     tones, pairs = style.colours(methods), [int(task.split("x")[0]) for task in tasks]
     for axis, width in zip(axes[0], widths, strict=True):
-        for method in methods:
+        for i, method in enumerate(methods):
             rows = chosen[method, width]
+            beside = [pair * 1.03 ** (i - (len(methods) - 1) / 2) for pair in pairs]  # or bars would hide each other
             means = [statistics.fmean(row[task] for row in rows) for task in tasks]
             low = [mean - min(row[task] for row in rows) for mean, task in zip(means, tasks, strict=True)]
             high = [max(row[task] for row in rows) - mean for mean, task in zip(means, tasks, strict=True)]
             look = {"color": tones[method], "linestyle": style.dashes(method), "marker": "o", "capsize": 3}
-            axis.errorbar(pairs, means, yerr=[low, high], label=method, **look)
+            axis.errorbar(beside, means, yerr=[low, high], label=method, **look)
         axis.set_xscale("log", base=2)
         axis.set_xticks(pairs, [str(p) for p in pairs])
         axis.set(xlabel="pairs", title=f"width {width}", ylim=(-0.02, 1.02))
