@@ -227,9 +227,9 @@ def test_candidates_that_do_not_fit_are_left_out():
 
     assert tune.candidates(tile)[0] == tile
     assert all((c.BK, c.BV) == (64, 16) and 1 <= c.warps <= 8 and c.stages >= 1 for c in tune.candidates(tile))
-    assert tune.choose("fits", tile, launch, time) in (tile, config.Tile(64, 16, 4, 1))
+    assert tune.choose(("fits",), tile, launch, time) in (tile, config.Tile(64, 16, 4, 1))
     with pytest.raises(RuntimeError, match="always"):
-        tune.choose("never fits", tile, lambda candidate: (_ for _ in ()).throw(RuntimeError("always")), time)
+        tune.choose(("never fits",), tile, lambda candidate: (_ for _ in ()).throw(RuntimeError("always")), time)
 
 
 @pytest.mark.parametrize("itemsize", (2, 4))

@@ -93,11 +93,8 @@ def _fits(
             and k.is_cpu
             and v.is_cpu
             and S.is_cpu
-            and (
-                R is None
-                if not method.has_R
-                else R.shape == S.shape and R.stride() == own and R.dtype == torch.float32 and R.is_cpu
-            )
+            and (R is not None) == method.has_R
+            and (R is None or (R.shape == S.shape and R.stride() == own and R.dtype == torch.float32 and R.is_cpu))
             and (log_alpha is None or (_is_gate(log_alpha, gate) and method.decay in ("scalar", "fixed")))
             and (beta is None or (_is_gate(beta, gate) and method.rate != "one"))
             and (gamma is None or (_is_gate(gamma, gate) and method.has_residual and method.gamma == "own"))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable
 from .config import Tile
 
 MAX_WARPS = 8  # more than two for 16 rows of a chunk compute the same twice
-_chosen: dict[Hashable, Tile] = {}
+_chosen: dict[tuple[Hashable, ...], Tile] = {}
 
 
 def enabled() -> bool:
@@ -34,7 +34,9 @@ def candidates(tile: Tile) -> list[Tile]:
     ]
 
 
-def choose(key: Hashable, tile: Tile, launch: Callable[[Tile], None], time: Callable[[Callable[[], None]], float]) -> Tile:
+def choose(
+    key: tuple[Hashable, ...], tile: Tile, launch: Callable[[Tile], None], time: Callable[[Callable[[], None]], float]
+) -> Tile:
     """The fastest of the candidates by `time`, which takes a launch and gives its milliseconds; from memory the second time.
 
     A candidate that needs more than the device has is left out; what the rule's own raises is raised.
