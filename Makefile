@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: help demo test slow check format native sanitize emulate triton triton-full gpu-check gpu-cost docs a11y clean
 
 help:
-	@echo "make demo     a first look: small models, recall, kernels and the paper's claims on one page (six minutes)"
+	@echo "make demo     a first look: small models, recall, kernels and the paper's claims on one page (five minutes)"
 	@echo "make test     the fast tests"
 	@echo "make slow     the slow tests"
 	@echo "make check    formatting, lint, types, direction of imports"
