@@ -135,6 +135,7 @@ def test_bad_input(model, tmp_path, capsys):
 
     (tmp_path / "empty").mkdir()
     assert "is not a model: it has no config.json" in problem(str(tmp_path / "empty"))
+    assert "there is no folder" in problem(str(tmp_path / "nothing"))
     assert "can't open 'no/such-model-anywhere'" in problem("no/such-model-anywhere")
     bare = tmp_path / "bare"
     shutil.copytree(model, bare)

@@ -212,7 +212,7 @@ def test_command_streams_text(tmp_path, capsys):
 
 def test_command_says_what_is_wrong(tmp_path, capsys):
     for options, message in (
-        ({"model": str(tmp_path / "none")}, "can't open"),
+        ({"model": str(tmp_path / "none")}, "there is no folder"),
         ({"max_new_tokens": 0}, "--max-new-tokens: expected at least 1; got 0"),
         ({"temperature": -1.0}, "--temperature: expected 0 or more; got -1.0"),
         ({"top_p": 0.0}, "--top-p: expected a number above 0 and up to 1; got 0.0"),

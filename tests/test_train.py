@@ -47,6 +47,20 @@ def test_a_run_learns_and_leaves_what_it_should(whole):
     assert set(probes[-1]["layers"][1]) == {"output_norm"}
 
 
+def test_one_process_needs_no_network(tmp_path, monkeypatch):
+    """gloo, even for one process, asks for a network interface: without any (unshare -rn) it can't be started."""
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("no interface")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+    short = recipe(tmp_path / "run", schedule__total_tokens=128 * 4)
+    assert loop.train(short, quiet=True)["step"] == 4
+    assert checkpoint.find_checkpoints(short.folder)
+    with pytest.raises(RuntimeError, match="no interface"):  # FSDP2 needs a process group, to mix precisions
+        loop.train(recipe(tmp_path / "mixed", parallel__precision="bfloat16"), quiet=True)
+
+
 def test_the_folder_opens_with_transformers(whole):
     import transformers
 

@@ -39,13 +39,9 @@ def open_model(
     from transformers import AutoConfig
 
     from ..models import RLAConfig
+    from ..models.pretrained import check_name
 
-    folder = Path(name)
-    if folder.exists() and not (folder / "config.json").is_file():
-        what = "has no config.json" if folder.is_dir() else "is a file"
-        raise ValueError(
-            f"{name!r} is not a model: it {what}; expected a folder written by save_pretrained, or a name on the hub"
-        )
+    check_name(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

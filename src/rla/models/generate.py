@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils import logging
 
 from . import RLAConfig
+from .pretrained import check_name
 
 
 def main(
@@ -40,6 +41,10 @@ def main(
     if problem is not None:
         return _fail(problem)
     logging.set_verbosity_error()
+    try:
+        check_name(model)
+    except ValueError as error:
+        return _fail(str(error))
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
         net: Any = AutoModelForCausalLM.from_pretrained(model)

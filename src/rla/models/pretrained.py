@@ -19,6 +19,15 @@ from .configuration_rla import AUTO_MAP, RLAConfig
 from .export import write_extras
 
 
+def check_name(name: str) -> None:
+    """ValueError if this is clearly neither a model's folder nor a name on the hub, where Transformers is less clear."""
+    folder, expected = Path(name), "expected a folder written by save_pretrained, or a name on the hub"
+    if not folder.exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+        raise ValueError(f"there is no folder {name!r}; {expected}")
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ValueError(f"{name!r} is not a model: it {'has no config.json' if folder.is_dir() else 'is a file'}; {expected}")
+
+
 class RLAPreTrainedModel(PreTrainedModel):
     """What `RLAModel` and `RLAForCausalLM` share: initial weights, loading, saving."""
 

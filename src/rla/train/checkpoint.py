@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -98,6 +98,7 @@ def newest_whole(folder: Path, report: Callable[[str], None]) -> tuple[Path, Pro
 
 def load(path: Path, state: dict[str, Tensor], *, alone: bool = False) -> None:
     """Read the tensors of a checkpoint into those of `state`, in place; every process takes its part, or one `alone` all."""
+    alone = alone or not dist.is_initialized()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=alone)
@@ -108,7 +109,10 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int, main: bool) -> None:
         self.folder, self.keep, self.keep_every, self.main = folder / "checkpoints", keep, keep_every, main
-        self._group = torch.distributed.new_group(backend="gloo")  # its messages must not mix with those of training
+        self._alone = not dist.is_initialized()
+        self._group = None if self._alone else dist.new_group(backend="gloo")  # not to mix its messages with training's
+        if self._alone:  # said by a thread of torch, where catch_warnings does not reach
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if main:
@@ -126,7 +130,7 @@ class Checkpoints:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
-            future = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+            future = dcp.async_save(state, storage_writer=writer, process_group=self._group, no_dist=self._alone)
         self._thread = threading.Thread(target=self._finish, args=(future, partial, path, progress), daemon=True)
         self._thread.start()
 

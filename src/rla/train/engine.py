@@ -53,7 +53,8 @@ class World:
 
 
 def start(parallel: Parallel) -> World:
-    """Join the process group (of one, without torchrun) and pick the device."""
+    """Pick the device and join torchrun's process group. Alone there is none, or one of one process where FSDP2 is to mix
+    precisions: gloo asks for a network interface, and one process that trains in float32 needs no network at all."""
     cuda = parallel.device == "cuda" or (parallel.device == "auto" and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
         raise RecipeError('parallel.device: torch finds no CUDA device here; expected "cpu" or "auto"')
@@ -62,10 +63,11 @@ def start(parallel: Parallel) -> World:
         if cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(backend)
-    else:
+    elif parallel.precision != "float32":
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    return World(dist.get_rank(), dist.get_world_size(), device)
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return World(rank, size, device)
 
 
 def stop() -> None:
