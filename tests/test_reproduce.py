@@ -187,6 +187,30 @@ def test_a_sweep_of_rates_chooses_for_each_method_alike(tmp_path):
     assert float(section.tables[0].rows[1][1]) == pytest.approx(math.exp(1.91), abs=1e-3)
 
 
+def test_a_sweep_goes_on_beyond_its_edges(tmp_path):
+    losses = {("gdn", 0.1): 2.2, ("gdn", 0.2): 2.1, ("gdn", 0.4): 1.9, ("gdn", 0.8): 1.8, ("gdn", 1.6): 1.7}
+    losses |= {
+        ("rdn", 0.1): 1.9,
+        ("rdn", 0.2): 2.0,
+        ("rdn", 0.05): 1.95,
+        ("sgla", 0.1): 2.0,
+        ("sgla", 0.2): 1.9,
+        ("sgla", 0.4): 2.0,
+    }
+    train = Fake(tmp_path, losses)
+    study = Study(SCALES["demo"].language.recipe, seeds(("gdn", "rdn", "sgla"), 1), (0.1, 0.2), beyond=2)
+    (section,), trained = studies.language(study, train, "again")
+    assert {run.mixer: run.recipe.optimizer.lr for run in trained.runs} == {"gdn": 0.8, "rdn": 0.1, "sgla": 0.2}
+    assert len(train.made) == 3 * 2 + 3 + 1
+    assert section.tables[-1].headers == ("method", "0.05", "0.1", "0.2", "0.4", "0.8", "chosen")
+    assert section.tables[-1].rows[1] == ("rdn", "1.9500", "1.9000", "2.0000", "", "", "0.1")
+    assert [note for note in section.notes if "at the edge" in note] == [
+        "gdn: its best learning rate, 0.8, is at the edge of those tried."
+    ]
+    with pytest.raises(ValueError, match="rates: expected ascending"):
+        dataclasses.replace(study, rates=(0.2, 0.1))
+
+
 def test_an_ablation_has_the_rate_of_its_method(tmp_path):
     train = Fake(tmp_path, {("rla", 0.01): 2.5, ("rla", 0.1): 2.0, "rla-tied": 2.1})
     study = Study(SCALES["demo"].ablations.recipe, seeds(("rla", "rla-tied"), 2), (0.01, 0.1))

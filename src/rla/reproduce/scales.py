@@ -5,7 +5,8 @@
     paper    the recipes of recipes/paper-1.5b.toml: GPUs
 
 A study is a recipe with the methods to train it with. All methods of a study have the same data, order, budget and learning
-rates to choose from; with several rates the best one is found on the first seed, and the other seeds are trained with it. An
+rates to choose from; with several rates the best one is found on the first seed, and the other seeds are trained with it. Where
+the best is the first or the last of those tried, the sweep may go on beyond it (`beyond`), for each method by the same rule. An
 ablation changes one thing, so it has the rate of its method.
 """
 
@@ -32,11 +33,14 @@ THRESHOLDS = ("rla-clip0.25", "rla-clip4")  # of the clip, which is 1 in the pap
 class Study:
     recipe: Recipe
     seeds: Seeds
-    rates: tuple[float, ...]
+    rates: tuple[float, ...]  # ascending
+    beyond: int = 0  # rates to try beyond these, one at a time, each by the factor between the last two at that end
 
     def __post_init__(self) -> None:
         if not self.rates:
             raise ValueError("rates: expected at least one learning rate; got none")
+        if list(self.rates) != sorted(set(self.rates)):
+            raise ValueError(f"rates: expected ascending learning rates; got {self.rates}")
         for method, seeds in self.seeds.items():
             if not seeds:
                 raise ValueError(f"seeds: expected at least one for {method}; got none")
@@ -174,7 +178,7 @@ def _small() -> Scale:
         "checkpoint": {"every": 100, "keep": 1},
         "log": {"every": 10, "evaluate_every": 200, "evaluate_tokens": 262_144, "probe_every": 20},
     }
-    language = Study(recipe_from_dict(text), {**seeds(CORE, 3), **seeds(BASELINES, 2)}, (1e-3, 2e-3, 4e-3, 8e-3))
+    language = Study(recipe_from_dict(text), {**seeds(CORE, 3), **seeds(BASELINES, 2)}, (1e-3, 2e-3, 4e-3, 8e-3), beyond=2)
     return Scale(
         "small",
         "models of 2 million parameters, trained on two cores for some minutes each",

@@ -110,12 +110,36 @@ def run_study(study: Study, train: Train, title: str) -> Trained:
     if len(study.rates) == 1:
         return Trained(tuple(train(first_recipes(study), title)), ())
     tried = train(first_recipes(study), f"{title}, learning rates")
-    chosen = {group.mixer: group.settings["optimizer.lr"] for group in best(group_runs(tried))}
-    recipes = []
+    for _ in range(study.beyond):
+        further = [
+            recipe
+            for method, rate in chosen_rates(tried).items()
+            if (next_rate := beyond(rate, rates_of(method, tried))) is not None
+            for recipe in grid(study.recipe, [method], [next_rate], study.seeds[method][:1], ())
+        ]
+        tried += train(further, f"{title}, further learning rates") if further else []
+    chosen, recipes = chosen_rates(tried), []
     for method, seeds in study.seeds.items():
         if (rate := chosen.get(study.parent(method))) is not None:
             recipes += grid(study.recipe, [method], [rate], seeds, ())
     return Trained(tuple(train(recipes, title)), tuple(tried))
+
+
+def chosen_rates(tried: Sequence[Run]) -> dict[str, float]:
+    """Each method's best learning rate."""
+    return {group.mixer: group.settings["optimizer.lr"] for group in best(group_runs(tried))}
+
+
+def rates_of(method: str, tried: Sequence[Run]) -> list[float]:
+    return sorted(run.recipe.optimizer.lr for run in tried if run.mixer == method)
+
+
+def beyond(rate: float, rates: Sequence[float]) -> float | None:
+    """The next rate outwards, if `rate` is the first or the last of `rates`."""
+    if len(rates) < 2 or rate not in (rates[0], rates[-1]):
+        return None
+    neighbour = rates[1] if rate == rates[0] else rates[-2]
+    return float(f"{rate * rate / neighbour:.6g}")
 
 
 def language(study: Study, train: Train, command: str) -> tuple[list[Section], Trained]:
@@ -282,9 +306,9 @@ def _rates(trained: Trained) -> tuple[Table, list[str]]:
         for rate in rates:
             run = next((r for r in trained.tried if (r.mixer, r.recipe.optimizer.lr) == (mixer, rate)), None)
             value = None if run is None or not run.finished else run.final.get(key)
-            cells.append("stopped" if value is None else f"{scale * value:{form}}")
+            cells.append(f"{scale * value:{form}}" if value is not None else "" if run is None else "stopped")
         rows.append((mixer, *cells, f"{best_rate:g}"))
-        if best_rate in (rates[0], rates[-1]):
+        if beyond(best_rate, rates_of(mixer, trained.tried)) is not None:
             notes.append(f"{mixer}: its best learning rate, {best_rate:g}, is at the edge of those tried.")
     what = "right answers in per cent" if recall else "validation loss"
     return Table(

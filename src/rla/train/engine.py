@@ -53,8 +53,11 @@ class World:
 
 
 def start(parallel: Parallel) -> World:
-    """Pick the device and join torchrun's process group. Alone there is none, or one of one process where FSDP2 is to mix
-    precisions: gloo asks for a network interface, and one process that trains in float32 needs no network at all."""
+    """Pick the device and join torchrun's process group.
+
+    Alone there is none, or one of one process where FSDP2 is to mix precisions: gloo asks for a network interface, and one
+    process that trains in float32 needs no network at all.
+    """
     cuda = parallel.device == "cuda" or (parallel.device == "auto" and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
         raise RecipeError('parallel.device: torch finds no CUDA device here; expected "cpu" or "auto"')
