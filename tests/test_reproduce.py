@@ -163,6 +163,7 @@ class Fake:
             folder = self.folder / recipe.name
             if not folder.exists():
                 loss = self.losses.get((mixer, lr), self.losses.get(mixer, 2.0)) + 0.01 * recipe.seed
+                loss = self.losses.get((mixer, lr, recipe.seed), loss)
                 share = None if self.accuracy is None else {"4x32": self.accuracy[mixer] - 0.01 * recipe.seed**2}
                 make_run(folder, mixer, recipe.seed, loss=loss, lr=lr, accuracy=share)
                 self.made.append((mixer, lr, recipe.seed))
@@ -177,11 +178,14 @@ def test_a_sweep_of_rates_chooses_for_each_method_alike(tmp_path):
     (section,), trained = studies.language(study, train, "again")
     assert {(run.mixer, run.recipe.optimizer.lr) for run in trained.runs} == {("gdn", 0.01), ("rdn", 0.1)}
     assert len(trained.runs) == 6
-    assert len(train.made) == 4 + 2 * 2
+    assert len(train.made) == 4 + 2 + 2 * 2  # gdn's best rate has none below it, rdn's has
     (made,) = section.verdicts
     assert made.outcome == "agrees"
     assert made.paper == "16.57 against 17.27, WikiText perplexity"
-    assert section.tables[-1].rows == (("gdn", "2.0000", "2.5000", "0.01"), ("rdn", "2.2000", "1.9000", "0.1"))
+    assert section.tables[-1].rows == (
+        ("gdn", "2.0100 (3 seeds)", "2.5000", "0.01"),
+        ("rdn", "2.2100 (3 seeds)", "1.9100 (3 seeds)", "0.1"),
+    )
     assert sum("at the edge" in note for note in section.notes) == 2
     assert section.tables[0].rows[0][-1] == "17.27"
     assert float(section.tables[0].rows[1][1]) == pytest.approx(math.exp(1.91), abs=1e-3)
@@ -211,11 +215,21 @@ def test_a_sweep_goes_on_beyond_its_edges(tmp_path):
         dataclasses.replace(study, rates=(0.2, 0.1))
 
 
+def test_the_rate_that_is_best_for_all_seeds_counts(tmp_path):
+    losses = {("rla", 0.1): 2.1, ("rla", 0.2): 2.0, ("rla", 0.4): 2.4}
+    unlucky = {("rla", 0.2, 1): 2.6}
+    train = Fake(tmp_path, losses | unlucky)
+    study = Study(SCALES["demo"].ablations.recipe, seeds(("rla", "rla-tied"), 2), (0.1, 0.2, 0.4))
+    _, trained = studies.ablations(study, train, "again")
+    assert {(run.mixer, run.recipe.optimizer.lr) for run in trained.runs} == {("rla", 0.1), ("rla-tied", 0.1)}
+
+
 def test_an_ablation_has_the_rate_of_its_method(tmp_path):
     train = Fake(tmp_path, {("rla", 0.01): 2.5, ("rla", 0.1): 2.0, "rla-tied": 2.1})
     study = Study(SCALES["demo"].ablations.recipe, seeds(("rla", "rla-tied"), 2), (0.01, 0.1))
     _, trained = studies.ablations(study, train, "again")
-    assert train.made == [("rla", 0.01, 0), ("rla", 0.1, 0), ("rla", 0.1, 1), ("rla-tied", 0.1, 0), ("rla-tied", 0.1, 1)]
+    swept = [("rla", 0.01, 0), ("rla", 0.1, 0), ("rla", 0.1, 1), ("rla", 0.01, 1)]
+    assert train.made == [*swept, ("rla-tied", 0.1, 0), ("rla-tied", 0.1, 1)]
     assert [run.mixer for run in trained.runs] == ["rla", "rla", "rla-tied", "rla-tied"]
 
 

@@ -46,10 +46,6 @@ class Trained:
     def groups(self) -> list[Group]:
         return group_runs(self.runs)
 
-    @property
-    def folders(self) -> list[Path]:
-        return [run.folder for run in dict.fromkeys((*self.runs, *self.tried))]
-
 
 def trainer(folder: Path, jobs: int) -> Train:
     """Trains what is not finished in `folder`, and reads all; a run that the guard stopped is left as it is.
@@ -106,7 +102,11 @@ def first_recipes(study: Study) -> list[Recipe]:
 
 
 def run_study(study: Study, train: Train, title: str) -> Trained:
-    """With several learning rates: all with each method's first seed, then the other seeds and the ablations with the best."""
+    """The runs of a study; with several learning rates a sweep goes before them.
+
+    A method's first seed tries all rates. Its best, and the next lower one, for what is best with one seed is often too high
+    for another, are trained with all seeds, and the better mean counts. Ablations have the rate of their method.
+    """
     if len(study.rates) == 1:
         return Trained(tuple(train(first_recipes(study), title)), ())
     tried = train(first_recipes(study), f"{title}, learning rates")
@@ -118,20 +118,31 @@ def run_study(study: Study, train: Train, title: str) -> Trained:
             for recipe in grid(study.recipe, [method], [next_rate], study.seeds[method][:1], ())
         ]
         tried += train(further, f"{title}, further learning rates") if further else []
-    chosen, recipes = chosen_rates(tried), []
+    finalists = []
+    for method, rate in chosen_rates(tried).items():
+        lower = [r for r in rates_of(method, tried) if r < rate][-1:]
+        finalists += grid(study.recipe, [method], [rate, *lower], study.seeds[method], ())
+    runs = train(finalists, title)
+    chosen = chosen_rates(runs)
+    ablations = []
     for method, seeds in study.seeds.items():
-        if (rate := chosen.get(study.parent(method))) is not None:
-            recipes += grid(study.recipe, [method], [rate], seeds, ())
-    return Trained(tuple(train(recipes, title)), tuple(tried))
+        if (parent := study.parent(method)) != method and parent in chosen:
+            ablations += grid(study.recipe, [method], [chosen[parent]], seeds, ())
+    kept = [run for run in runs if run.recipe.optimizer.lr == chosen[run.mixer]]
+    swept = {run.folder: run for run in (*tried, *runs)}
+    return Trained((*kept, *train(ablations, title)), tuple(swept.values()))
 
 
 def chosen_rates(tried: Sequence[Run]) -> dict[str, float]:
-    """Each method's best learning rate."""
-    return {group.mixer: group.settings["optimizer.lr"] for group in best(group_runs(tried))}
+    """Each method's best learning rate, of those with the most seeds."""
+    groups = group_runs(tried)
+    most = {group.mixer: max(len(g.whole) for g in groups if g.mixer == group.mixer) for group in groups}
+    finished = [group for group in groups if len(group.whole) == most[group.mixer]]
+    return {group.mixer: group.settings["optimizer.lr"] for group in best(finished)}
 
 
 def rates_of(method: str, tried: Sequence[Run]) -> list[float]:
-    return sorted(run.recipe.optimizer.lr for run in tried if run.mixer == method)
+    return sorted({run.recipe.optimizer.lr for run in tried if run.mixer == method})
 
 
 def beyond(rate: float, rates: Sequence[float]) -> float | None:
@@ -277,8 +288,8 @@ def _section(
         tables.append(table)
         notes = (*notes, *edge)
         body.append(
-            "Each method has the learning rate that did best with its first seed, of the same rates for all; that seed is "
-            "among the runs shown."
+            "Each method's first seed tried the same learning rates; its best and the next lower one were trained with all "
+            "seeds, and the better mean counts."
         )
     if verdicts:
         body.append(RULE)
@@ -300,19 +311,24 @@ def _rates(trained: Trained) -> tuple[Table, list[str]]:
     key, form, scale = ("accuracy", ".1f", 100) if recall else ("loss", ".4f", 1)
     rates = sorted({run.recipe.optimizer.lr for run in trained.tried})
     chosen = {run.mixer: run.recipe.optimizer.lr for run in trained.runs}
+    groups = {(group.mixer, group.settings["optimizer.lr"]): group for group in group_runs(trained.tried)}
     rows, notes = [], []
-    for mixer, best_rate in chosen.items():
+    for mixer in dict.fromkeys(run.mixer for run in trained.tried):
         cells = []
         for rate in rates:
-            run = next((r for r in trained.tried if (r.mixer, r.recipe.optimizer.lr) == (mixer, rate)), None)
-            value = None if run is None or not run.finished else run.final.get(key)
-            cells.append(f"{scale * value:{form}}" if value is not None else "" if run is None else "stopped")
-        rows.append((mixer, *cells, f"{best_rate:g}"))
-        if beyond(best_rate, rates_of(mixer, trained.tried)) is not None:
-            notes.append(f"{mixer}: its best learning rate, {best_rate:g}, is at the edge of those tried.")
+            group = groups.get((mixer, rate))
+            spread = None if group is None else group.spread(key)
+            if group is None or spread is None:
+                cells.append("" if group is None else "stopped")
+            else:
+                seeds = f" ({len(group.whole)} seeds)" if len(group.whole) > 1 else ""
+                cells.append(f"{scale * spread.mean:{form}}{seeds}")
+        rows.append((mixer, *cells, f"{chosen[mixer]:g}"))
+        if beyond(chosen[mixer], rates_of(mixer, trained.tried)) is not None:
+            notes.append(f"{mixer}: its best learning rate, {chosen[mixer]:g}, is at the edge of those tried.")
     what = "right answers in per cent" if recall else "validation loss"
     return Table(
-        f"The first seed's {what} by learning rate", ("method", *(f"{r:g}" for r in rates), "chosen"), tuple(rows)
+        f"{what[0].upper()}{what[1:]} by learning rate", ("method", *(f"{r:g}" for r in rates), "chosen"), tuple(rows)
     ), notes
 
 

@@ -1,18 +1,24 @@
 """The Triton backend: chunk-parallel kernels for NVIDIA and AMD GPUs. See docs/kernels.md.
 
-Triton itself is imported by the first call. With TRITON_INTERPRET=1 in the environment the kernels run in Triton's
-interpreter, on CPU tensors: how they are tested on a machine without a GPU.
+Triton itself is imported with `forward`, `backward` and `step`, by the first use of one. With TRITON_INTERPRET=1 in the
+environment the kernels run in Triton's interpreter, on CPU tensors: how they are tested on a machine without a GPU.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...method import Method
+
+if TYPE_CHECKING:
+    from .launch import backward as backward
+    from .launch import forward as forward
+    from .launch import step as step
 
 MAX_SIZE = 256  # of K and V
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,59 +63,9 @@ def saved_shape(q: Tensor, v: Tensor, N: int, method: Method) -> tuple[int, ...]
     return slots, HV, states, K, V
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_alpha: Tensor | None,
-    beta: Tensor | None,
-    gamma: Tensor | None,
-    S0: Tensor | None,
-    R0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    method: Method,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, final S, final R (empty if the method has none), and what backward needs (empty unless `save`)."""
+def __getattr__(name: str) -> Any:
+    if name not in ("forward", "backward", "step"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import launch
 
-    return launch.forward(q, k, v, log_alpha, beta, gamma, S0, R0, cu_seqlens, method, save)
-
-
-def backward(
-    do: Tensor,
-    dS: Tensor,
-    dR: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_alpha: Tensor | None,
-    beta: Tensor | None,
-    gamma: Tensor | None,
-    S0: Tensor | None,
-    R0: Tensor | None,
-    cu_seqlens: Tensor | None,
-    saved: Tensor,
-    method: Method,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, log_alpha, beta, gamma, S0, R0; None for what is None."""
-    from . import launch
-
-    return launch.backward(do, dS, dR, q, k, v, log_alpha, beta, gamma, S0, R0, cu_seqlens, saved, method)
-
-
-def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_alpha: Tensor | None,
-    beta: Tensor | None,
-    gamma: Tensor | None,
-    S: Tensor,
-    R: Tensor | None,
-    method: Method,
-) -> Tensor:
-    """One token. Returns the output [B, 1, HV, V]; S and R [B, HV, K, V], contiguous, are updated in place."""
-    from . import launch
-
-    return launch.step(q, k, v, log_alpha, beta, gamma, S, R, method)
+    return getattr(launch, name)

@@ -163,6 +163,7 @@ def forward(
     method: Method,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, final S, final R (empty if the method has none), and what backward needs (empty unless `save`)."""
     p = _Problem(q, k, v, log_alpha, beta, gamma, S0, R0, cu_seqlens, method)
     o = q.new_empty(p.B, p.T, p.HV, p.V)
     S = q.new_empty(p.N, p.HV, p.K, p.V, dtype=torch.float32)
@@ -189,6 +190,7 @@ def backward(
     saved: Tensor,
     method: Method,
 ) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, log_alpha, beta, gamma, S0, R0; None for what is None."""
     inputs = (q, k, v, log_alpha, beta, gamma, S0, R0)
     p = _Problem(*inputs, cu_seqlens, method)
     do = do.to(q.dtype).contiguous()
@@ -254,6 +256,7 @@ def step(
     R: Tensor | None,
     method: Method,
 ) -> Tensor:
+    """One token. Returns the output [B, 1, HV, V]; S and R [B, HV, K, V], contiguous, are updated in place."""
     (B, _, H, K), (HV, V) = q.shape, v.shape[2:]
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     gates = [None if x is None else x.contiguous() for x in (log_alpha, beta, gamma)]
