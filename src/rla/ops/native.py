@@ -23,6 +23,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,10 +36,14 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CORRECTIONS = {"none": 0, "token": 1, "fitted": 2}
 _LOSSES = {"l2": 0, "huber": 1, "logcosh": 2}
 _ARGS = struct.Struct("=50qd")  # struct Args in csrc/args.h: 24 pointers, 7 sizes, 12 strides, 7 switches, the clip
+_POINTERS, _REST = struct.Struct("=24q"), struct.Struct("=26qd")  # the same in two parts
+_POSITIVE = "log_alpha: expected values <= 0, natural logarithms of decays in [0, 1]; got a positive one"
 
 
 class _Library:
     """The loaded library, or the reason why there is none."""
+
+    step: Callable[[bytes], int]
 
     def __init__(self) -> None:
         self.missing: str | None = None
@@ -296,5 +301,87 @@ def step(
         S.data_ptr(), _pointer(R), 0, 0, 0, 0, 0, 0, 0,
     )  # fmt: skip
     if _call("step", method, q, k, v, q.shape[0], None, pointers):
-        raise ValueError("log_alpha: expected values <= 0, natural logarithms of decays in [0, 1]; got a positive one")
+        raise ValueError(_POSITIVE)
     return o
+
+
+class _Plan(NamedTuple):
+    """Of plain steps of one method and shape: what their tensors must be, and the arguments that are the same for all."""
+
+    gate: tuple[int, ...]
+    state: tuple[int, ...]
+    lies: tuple[int, ...]  # strides of the states
+    gates: tuple[bool, bool, bool]  # whether log_alpha, beta and gamma may be given
+    has_R: bool
+    tied: bool
+    rest: bytes
+    function: Callable[[bytes], int]
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(method: Method, q: tuple[int, ...], v: tuple[int, ...], threads: int) -> _Plan | None:
+    if _library().missing is not None or len(q) != 4 or len(v) != 4:
+        return None
+    (B, T, H, K), (vB, vT, HV, V) = q, v
+    sizes = 0 < K <= MAX_SIZE and 0 < V <= MAX_SIZE
+    if not (T == vT == 1 and vB == B and sizes and H and HV % H == 0) or method.decay == "vector":
+        return None
+    words, clip = _switches(method)
+    strides = (H * K, H * K, K, H * K, H * K, K, HV * V, HV * V, V, 0, 0, 0)
+    rest = _REST.pack(B, 1, H, HV, K, V, B, *strides, _DTYPES[torch.float32], *words, threads, clip)
+    tied = method.gamma == "tied" and method.has_residual
+    gates = (method.decay != "none", method.rate != "one", method.has_residual and not tied)
+    lies = (HV * K * V, K * V, 1, K)
+    return _Plan((B, 1, HV), (B, HV, K, V), lies, gates, method.has_R, tied, rest, _library().step)
+
+
+def plain_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor | None,
+    beta: Tensor | None,
+    gamma: Tensor | None,
+    S: Tensor,
+    R: Tensor | None,
+    method: Method,
+) -> Tensor | None:
+    """`step` in the common case, contiguous float32 tensors on the CPU, with all the checks that it needs; else None.
+
+    The kernel takes some 40 microseconds and the full checks as much again: what is served here would pass them all (the kernel
+    itself looks at the values of log_alpha), what isn't goes through them.
+    """
+    try:
+        shape = q.shape
+        plan = _plan(method, shape, v.shape, torch.get_num_threads())
+        if (
+            plan is None
+            or k.shape != shape
+            or S.shape != plan.state
+            or S.stride() != plan.lies
+            or S.dtype is not torch.float32
+            or not S.is_cpu
+            or not (_is_plain(q) and _is_plain(k) and _is_plain(v))
+            or (R is None) is plan.has_R
+        ):
+            return None
+        if R is not None and not (R.shape == plan.state and R.stride() == plan.lies and R.dtype is torch.float32 and R.is_cpu):
+            return None
+        for x, given in zip((log_alpha, beta, gamma), plan.gates):  # noqa: B905
+            if x is not None and not (given and x.shape == plan.gate and _is_plain(x)):
+                return None
+    except (AttributeError, TypeError):  # not even tensors
+        return None
+    o = torch.empty_like(v)
+    gamma = beta if plan.tied else gamma
+    pointers = _POINTERS.pack(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, o.data_ptr(), 0, 0, 0,
+        _pointer(log_alpha), _pointer(beta), _pointer(gamma), 0, 0, 0, 0, S.data_ptr(), _pointer(R), 0, 0, 0, 0, 0, 0, 0,
+    )  # fmt: skip
+    if plan.function(pointers + plan.rest):
+        raise ValueError(_POSITIVE)
+    return o
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and x.is_cpu and x.is_contiguous()
