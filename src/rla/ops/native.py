@@ -324,7 +324,7 @@ def _plan(method: Method, q: tuple[int, ...], v: tuple[int, ...], threads: int) 
         return None
     (B, T, H, K), (vB, vT, HV, V) = q, v
     sizes = 0 < K <= MAX_SIZE and 0 < V <= MAX_SIZE
-    if not (T == vT == 1 and vB == B and sizes and H and HV % H == 0) or method.decay == "vector":
+    if not (T == vT == 1 and vB == B and sizes and H and HV and HV % H == 0) or method.decay == "vector":
         return None
     words, clip = _switches(method)
     strides = (H * K, H * K, K, H * K, H * K, K, HV * V, HV * V, V, 0, 0, 0)
