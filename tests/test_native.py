@@ -156,3 +156,41 @@ def test_a_step_updates_a_state_of_any_layout(name, layout):
     state = rla.State(*(None if M is None else LAYOUTS[layout](M.clone()) for M in (x["S"], x.get("R"))))
     got = rla.step(*map(x.get, NAMES[:6]), method=method, state=state, backend="native")
     torch.testing.assert_close((got, *state), (want, *new))
+
+
+def step_in_place(x, method, threads):
+    """The output and the new states."""
+    before = torch.get_num_threads()
+    state = rla.State(*(None if M is None else LAYOUTS["by columns"](M.clone()) for M in (x["S"], x.get("R"))))
+    torch.set_num_threads(threads)
+    try:
+        return (rla.step(*map(x.get, NAMES[:6]), method=method, state=state, backend="native"), *state)
+    finally:
+        torch.set_num_threads(before)
+
+
+@built
+@torch.no_grad()
+@pytest.mark.parametrize("V", (1, 2, 3, 4))
+@pytest.mark.parametrize("K", (1, 16, 33))
+@pytest.mark.parametrize("name", ("gdn", "rdn", "rla-logcosh", "rdn-nofit"))
+def test_a_step_with_few_columns(name, K, V):
+    """The kernel works on one column and looks at the second next."""
+    method = ALL[name]
+    x = make(method, Case(T=1, K=K, V=V, state=True), torch.float32)
+    want, new = call(x, method, "reference")
+    torch.testing.assert_close(step_in_place(x, method, 1), (want, *new))
+
+
+@built
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "K", "V"), (("gdn", 256, 256), ("rdn", 256, 129), ("rdn", 255, 130), ("rla-logcosh", 253, 131))
+)
+def test_a_step_of_one_head_gives_the_same_bits_for_any_number_of_threads(name, K, V):
+    """Threads share the columns of a head that is large enough, so that first and last columns lie elsewhere."""
+    x = make(ALL[name], Case(B=1, T=1, H=1, K=K, V=V, state=True), torch.float32)
+    want = step_in_place(x, ALL[name], 1)
+    for threads in (2, 3, 5):
+        got = step_in_place(x, ALL[name], threads)
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(got, want, strict=True))

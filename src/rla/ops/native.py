@@ -32,6 +32,7 @@ from ..method import Method
 
 MAX_SIZE = 256  # of K and V
 _HERE = Path(__file__).parent
+_FLOAT = torch.float32
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CORRECTIONS = {"none": 0, "token": 1, "fitted": 2}
 _LOSSES = {"l2": 0, "huber": 1, "logcosh": 2}
@@ -354,34 +355,37 @@ def plain_step(
     try:
         shape = q.shape
         plan = _plan(method, shape, v.shape, torch.get_num_threads())
-        if (
-            plan is None
-            or k.shape != shape
-            or S.shape != plan.state
-            or S.stride() != plan.lies
-            or S.dtype is not torch.float32
-            or not S.is_cpu
-            or not (_is_plain(q) and _is_plain(k) and _is_plain(v))
-            or (R is None) is plan.has_R
+        if plan is None:
+            return None
+        gate, states, lies, gates, has_R, tied, rest, function = plan
+        if not (
+            k.shape == shape
+            and S.shape == states
+            and S.stride() == lies
+            and q.dtype is k.dtype is v.dtype is S.dtype is _FLOAT
+            and (q.is_cpu and k.is_cpu and v.is_cpu and S.is_cpu)
+            and (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
+            and (R is not None) is has_R
+            and (R is None or (R.shape == states and R.stride() == lies and R.dtype is _FLOAT and R.is_cpu))
+            and (log_alpha is None or (gates[0] and _is_plain(log_alpha, gate)))
+            and (beta is None or (gates[1] and _is_plain(beta, gate)))
+            and (gamma is None or (gates[2] and _is_plain(gamma, gate)))
         ):
             return None
-        if R is not None and not (R.shape == plan.state and R.stride() == plan.lies and R.dtype is torch.float32 and R.is_cpu):
-            return None
-        for x, given in zip((log_alpha, beta, gamma), plan.gates):  # noqa: B905
-            if x is not None and not (given and x.shape == plan.gate and _is_plain(x)):
-                return None
     except (AttributeError, TypeError):  # not even tensors
         return None
     o = torch.empty_like(v)
-    gamma = beta if plan.tied else gamma
+    gamma = beta if tied else gamma
     pointers = _POINTERS.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, o.data_ptr(), 0, 0, 0,
-        _pointer(log_alpha), _pointer(beta), _pointer(gamma), 0, 0, 0, 0, S.data_ptr(), _pointer(R), 0, 0, 0, 0, 0, 0, 0,
+        0 if log_alpha is None else log_alpha.data_ptr(), 0 if beta is None else beta.data_ptr(),
+        0 if gamma is None else gamma.data_ptr(), 0, 0, 0, 0, S.data_ptr(), 0 if R is None else R.data_ptr(),
+        0, 0, 0, 0, 0, 0, 0,
     )  # fmt: skip
-    if plan.function(pointers + plan.rest):
+    if function(pointers + rest):
         raise ValueError(_POSITIVE)
     return o
 
 
-def _is_plain(x: Tensor) -> bool:
-    return x.dtype is torch.float32 and x.is_cpu and x.is_contiguous()
+def _is_plain(x: Tensor, shape: tuple[int, ...]) -> bool:
+    return x.shape == shape and x.dtype is _FLOAT and x.is_cpu and x.is_contiguous()

@@ -1,5 +1,5 @@
-// One token: states are updated in place and, lying by columns, [B, HV, V, K], pass through the core once: the products of
-// the next column with k and q are taken while this one is updated.
+// One token: states are updated in place and, lying by columns, [B, HV, V, K], pass through the core once. One loop updates a
+// column and takes the products of k and q with the second next one; what the column between them needs is computed meanwhile.
 //
 //     u = beta (v - [delta] alpha k S)                  S <- alpha S + k^T u
 //     w = gamma (psi(v - k S) - [delta] alpha k R)      R <- alpha R + k^T w
@@ -18,70 +18,80 @@ struct Products {
   float kS, qS, kR, qR;
 };
 
-// Of one column of S and, if FITTED, of R. K and the gates are passed by value: a store might change what is in memory.
-template <bool FITTED> INLINE Products read_column(const Token& t, const float* S, const float* R, int64_t K) {
-  V kS = V{}, qS = V{}, kR = V{}, qR = V{};
-  int64_t d = 0;
-#pragma GCC unroll 4
-  for (; d + W <= K; d += W) {
-    V k = load(t.k + d), q = load(t.q + d), s = load(S + d);
-    kS += k * s;
-    qS += q * s;
-    if constexpr (FITTED) {
-      V r = load(R + d);
-      kR += k * r;
-      qR += q * r;
-    }
-  }
-  Products x;
-  sum4(kS, qS, kR, qR, &x.kS);
-  for (; d < K; ++d) {
-    x.kS += t.k[d] * S[d], x.qS += t.q[d] * S[d];
-    if constexpr (FITTED) x.kR += t.k[d] * R[d], x.qR += t.q[d] * R[d];
-  }
-  return x;
-}
+// What a token adds to a column, times k.
+struct Update {
+  float u, w;
+};
 
-// S <- alpha S + k u, R <- alpha R + k w.
-template <bool FITTED>
-INLINE void write_column(const Token& t, float* S, float* R, float alpha, float u, float w, int64_t K) {
-  const V as = splat(alpha), us = splat(u), ws = splat(w);
+// A column of S and, if FITTED, of R.
+template <bool FITTED> struct Column {
+  float *S, *R;
+  INLINE Column ahead(int64_t by) const { return {S + by, FITTED ? R + by : nullptr}; }
+};
+
+// If READ the products of k and q with column x; if WRITE column y <- alpha y + k (u, w). alpha and K are passed by value: a
+// store might change what is in memory. WHOLE: K is a multiple of W, and no code for the rest is in the way.
+template <bool READ, bool WRITE, bool WHOLE, bool FITTED>
+INLINE Products sweep_columns(const Token& t, int64_t K, Column<FITTED> x, Column<FITTED> y, float alpha, Update g) {
+  V kS = V{}, qS = V{}, kR = V{}, qR = V{};
+  const V as = splat(alpha), us = splat(g.u), ws = splat(g.w);
   int64_t d = 0;
 #pragma GCC unroll 4
   for (; d + W <= K; d += W) {
-    V k = load(t.k + d);
-    store(S + d, as * load(S + d) + k * us);
-    if constexpr (FITTED) store(R + d, as * load(R + d) + k * ws);
+    const V k = load(t.k + d), q = load(t.q + d);
+    const auto state = [&](V& kM, V& qM, const float* from, float* to, V add) __attribute__((always_inline)) {
+      if constexpr (READ) {
+        const V m = load(from + d);
+        kM += k * m;
+        qM += q * m;
+      }
+      if constexpr (WRITE) store(to + d, as * load(to + d) + k * add);
+    };
+    state(kS, qS, x.S, y.S, us);
+    if constexpr (FITTED) state(kR, qR, x.R, y.R, ws);
   }
-  for (; d < K; ++d) {
-    S[d] = alpha * S[d] + t.k[d] * u;
-    if constexpr (FITTED) R[d] = alpha * R[d] + t.k[d] * w;
+  Products sums;
+  sum4(kS, qS, kR, qR, &sums.kS);
+  for (; !WHOLE && d < K; ++d) {
+    const auto state = [&](float& kM, float& qM, const float* from, float* to, float add) __attribute__((always_inline)) {
+      if constexpr (READ) kM += t.k[d] * from[d], qM += t.q[d] * from[d];
+      if constexpr (WRITE) to[d] = alpha * to[d] + t.k[d] * add;
+    };
+    state(sums.kS, sums.qS, x.S, y.S, g.u);
+    if constexpr (FITTED) state(sums.kR, sums.qR, x.R, y.R, g.w);
   }
+  return sums;
 }
 
 // Columns first .. end - 1.
-template <bool FITTED> inline void run_columns(const Problem& p, Token& t, float* S, float* R, int64_t first, int64_t end) {
+template <bool WHOLE, bool FITTED>
+inline void run_columns(const Problem& p, Token& t, Column<FITTED> y, int64_t first, int64_t end) {
   const int64_t K = p.K;
-  const bool delta = p.delta, residual = p.residual;
-  const float alpha = t.alpha, beta = t.beta, gamma = t.gamma, qk = t.qk;
-  const float base = p.sum ? 1 : alpha, go = p.gated ? gamma : 1;
-  S += first * K;
-  if constexpr (FITTED) R += first * K;
-  Products x = read_column<FITTED>(t, S, R, K), next = x;
-  for (int64_t c = first; c < end; ++c, x = next, S += K, R += FITTED ? K : 0) {
-    if (c + 1 < end) next = read_column<FITTED>(t, S + K, FITTED ? R + K : nullptr, K);
-    const float v = t.v[c], u = beta * (delta ? v - alpha * x.kS : v);
-    float r = 0, w = 0, o = base * x.qS;
-    if (residual) r = psi(splat(v - x.kS), p)[0];
-    else o += qk * u;
-    if constexpr (FITTED) {
-      w = gamma * (delta ? r - alpha * x.kR : r);
-      o += go * (alpha * x.qR + qk * w);
-    } else if (residual) {
-      o += go * qk * r;
+  const bool delta = p.delta, residual = p.residual, logcosh = p.a.loss == LOGCOSH;
+  const float alpha = t.alpha, beta = t.beta, gamma = t.gamma, qk = t.qk, base = p.sum ? 1 : alpha, go = p.gated ? gamma : 1;
+  const float clip = p.a.loss == HUBER ? (float)p.a.clip : INFINITY;  // psi, of one float
+  y = y.ahead(first * K);
+  Products x = sweep_columns<true, false, WHOLE>(t, K, y, y, alpha, {}), next = x;
+  if (first + 1 < end) next = sweep_columns<true, false, WHOLE>(t, K, y.ahead(K), y, alpha, {});
+  for (int64_t c = first; c < end; ++c, y = y.ahead(K)) {
+    const float v = t.v[c], e = v - x.kS;
+    Update g = {beta * (delta ? v - alpha * x.kS : v), 0};
+    float o = base * x.qS;
+    if (residual) {
+      const float r = logcosh ? tanh(splat(e))[0] : e > clip ? clip : e < -clip ? -clip : e;
+      if constexpr (FITTED) {
+        g.w = gamma * (delta ? r - alpha * x.kR : r);
+        o += go * (alpha * x.qR + qk * g.w);
+      } else {
+        o += go * qk * r;
+      }
+    } else {
+      o += qk * g.u;
     }
     t.o[c] = o;
-    write_column<FITTED>(t, S, R, alpha, u, w, K);
+    x = next;
+    if (c + 2 < end) next = sweep_columns<true, true, WHOLE>(t, K, y.ahead(2 * K), y, alpha, g);
+    else sweep_columns<false, true, WHOLE>(t, K, y, y, alpha, g);
   }
 }
 
@@ -97,6 +107,12 @@ inline void load_key(const Problem& p, const void* source, int64_t at, float* x)
   for (int64_t d = 0; d < end; d += W) store(x + d, load(x + d) * splat(scale));
 }
 
+// Asks for n elements of an input, which will be wanted soon.
+INLINE void fetch(const Problem& p, const void* x, int64_t at, int64_t n) {
+  const int64_t size = p.bytes();
+  for (int64_t i = 0; i < n * size; i += 64) __builtin_prefetch((const char*)x + at * size + i);
+}
+
 // Columns first .. end - 1 of value head h of batch row b.
 inline void step_columns(const Problem& p, int64_t b, int64_t h, int64_t first, int64_t end) {
   const Args& a = p.a;
@@ -105,6 +121,12 @@ inline void step_columns(const Problem& p, int64_t b, int64_t h, int64_t first, 
   load_key(p, a.q, task.row(a.q_stride, 0, task.kh), t.q);
   load_key(p, a.k, task.row(a.k_stride, 0, task.kh), t.k);
   load_row(p.dtype, a.v, task.row(a.v_stride, 0, h), t.v, p.V);
+  if (h + 1 < a.HV) {
+    const Task next(p, b, h + 1);
+    fetch(p, a.q, next.row(a.q_stride, 0, next.kh), p.K);
+    fetch(p, a.k, next.row(a.k_stride, 0, next.kh), p.K);
+    fetch(p, a.v, next.row(a.v_stride, 0, h + 1), p.V);
+  }
   V qk = V{};
   for (int64_t d = 0; d < p.K; d += W) qk += load(t.q + d) * load(t.k + d);
   t.qk = sum(qk);
@@ -112,9 +134,13 @@ inline void step_columns(const Problem& p, int64_t b, int64_t h, int64_t first, 
   t.alpha = a.log_alpha ? expf(a.log_alpha[gate]) : 1;
   t.beta = a.beta ? a.beta[gate] : 1;
   t.gamma = a.gamma ? a.gamma[gate] : 1;
-  float* S = a.S + gate * p.K * p.V;
-  if (p.fitted) run_columns<true>(p, t, S, a.R + gate * p.K * p.V, first, end);
-  else run_columns<false>(p, t, S, nullptr, first, end);
+  const int64_t at = gate * p.K * p.V;
+  const auto run = [&](auto y) {
+    if (p.K % W == 0) run_columns<true>(p, t, y, first, end);
+    else run_columns<false>(p, t, y, first, end);
+  };
+  if (p.fitted) run(Column<true>{a.S + at, a.R + at});
+  else run(Column<false>{a.S + at, nullptr});
   store_row(p.dtype, a.o, gate * p.V + first, t.o + first, end - first);
 }
 
