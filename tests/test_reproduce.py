@@ -224,6 +224,14 @@ def test_the_rate_that_is_best_for_all_seeds_counts(tmp_path):
     assert {(run.mixer, run.recipe.optimizer.lr) for run in trained.runs} == {("rla", 0.1), ("rla-tied", 0.1)}
 
 
+def test_further_seeds_have_the_chosen_rate_alone(tmp_path):
+    train = Fake(tmp_path, {("gdn", 0.1): 2.1, ("gdn", 0.2): 2.0, ("gdn", 0.2, 4): 9.0})
+    study = Study(SCALES["demo"].language.recipe, seeds(("gdn",), 5), (0.1, 0.2))
+    _, trained = studies.language(study, train, "again")
+    assert sorted(train.made) == [("gdn", 0.1, seed) for seed in range(3)] + [("gdn", 0.2, seed) for seed in range(5)]
+    assert [(run.recipe.optimizer.lr, run.recipe.seed) for run in trained.runs] == [(0.2, seed) for seed in range(5)]
+
+
 def test_an_ablation_has_the_rate_of_its_method(tmp_path):
     train = Fake(tmp_path, {("rla", 0.01): 2.5, ("rla", 0.1): 2.0, "rla-tied": 2.1})
     study = Study(SCALES["demo"].ablations.recipe, seeds(("rla", "rla-tied"), 2), (0.01, 0.1))

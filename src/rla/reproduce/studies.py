@@ -22,6 +22,7 @@ from ..train.sweep import SweepError, finished, place, sweep
 from .claims import RULE, UNTESTABLE, Claim, halted, verdict
 from .scales import Study
 
+FINAL = 3  # seeds that decide between a method's last two learning rates
 EXPLODED = 10.0  # times the norm of the full method's output
 PAPER_NAMES = {
     "softmax": "Transformer",
@@ -105,7 +106,7 @@ def run_study(study: Study, train: Train, title: str) -> Trained:
     """The runs of a study; with several learning rates a sweep goes before them.
 
     A method's first seed tries all rates. Its best, and the next lower one, for what is best with one seed is often too high
-    for another, are trained with all seeds, and the better mean counts. Ablations have the rate of their method.
+    for another, are trained with FINAL seeds, and that of the better mean with all. Ablations have the rate of their method.
     """
     if len(study.rates) == 1:
         return Trained(tuple(train(first_recipes(study), title)), ())
@@ -121,16 +122,17 @@ def run_study(study: Study, train: Train, title: str) -> Trained:
     finalists = []
     for method, rate in chosen_rates(tried).items():
         lower = [r for r in rates_of(method, tried) if r < rate][-1:]
-        finalists += grid(study.recipe, [method], [rate, *lower], study.seeds[method], ())
-    runs = train(finalists, title)
-    chosen = chosen_rates(runs)
-    ablations = []
-    for method, seeds in study.seeds.items():
-        if (parent := study.parent(method)) != method and parent in chosen:
-            ablations += grid(study.recipe, [method], [chosen[parent]], seeds, ())
-    kept = [run for run in runs if run.recipe.optimizer.lr == chosen[run.mixer]]
-    swept = {run.folder: run for run in (*tried, *runs)}
-    return Trained((*kept, *train(ablations, title)), tuple(swept.values()))
+        finalists += grid(study.recipe, [method], [rate, *lower], study.seeds[method][:FINAL], ())
+    final = train(finalists, f"{title}, best learning rates")
+    chosen = chosen_rates(final)
+    recipes = [
+        recipe
+        for method, seeds in study.seeds.items()
+        if (parent := study.parent(method)) in chosen
+        for recipe in grid(study.recipe, [method], [chosen[parent]], seeds, ())
+    ]
+    swept = {run.folder: run for run in (*tried, *final)}
+    return Trained(tuple(train(recipes, title)), tuple(swept.values()))
 
 
 def chosen_rates(tried: Sequence[Run]) -> dict[str, float]:
