@@ -43,7 +43,19 @@ def test_tables_have_the_papers_rows_apart(tmp_path):
         assert [float(cell) for cell in row[1:]] == printed[row[0]]
     assert "50B tokens" in fourth.reference_title
     assert page.commands == ("rla eval gdn --suite paper", "rla eval rdn --suite paper")
-    assert all("Not run, for want of data: piqa." in note for note in page.notes)
+    (note,) = page.notes
+    assert note.startswith("All models: ")
+    assert "Not run, for want of data: piqa." in note
+
+
+def test_models_of_another_machine_have_a_note_of_their_own(tmp_path):
+    paths = [write_result(tmp_path / f"{name}.json", name, LANGUAGE) for name in ("a", "b", "c")]
+    other = json.loads(paths[2].read_text())
+    other["environment"]["machine"] = "another"
+    paths[2].write_text(json.dumps(other))
+    first, second = sections(paths)[0].notes
+    assert first.startswith("a; b: ")
+    assert second.startswith("c: machine another")
 
 
 def test_paper_can_be_left_out_and_parts_are_marked(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rla
-from report_common import STEPS, make_run
+from report_common import STEPS, make_result, make_run
 from rla.bench.measure import Quantiles
 from rla.bench.ratios import Cell, Results
 from rla.bench.workload import Contender, Workload
@@ -261,6 +261,22 @@ def test_nothing_trained_yet(tmp_path):
     assert section.body == ("No run has been finished yet.",)
     assert trained.runs == ()
     assert "No model" in recall.sections({})[0].body[0]
+
+
+def test_tables_of_needles_have_the_first_seeds(tmp_path):
+    found = {}
+    for mixer in ("gdn", "rdn"):
+        for seed in (0, 1):
+            path = tmp_path / f"{mixer}-{seed}.json"
+            grid = [{"length": 512, "depth": 0.5, "acc": 0.1 * seed, "samples": 5}]
+            result = make_result(f"{mixer}, seed {seed}", {"needle": {"acc": 0.5 * seed}})
+            result["tasks"]["needle"]["grid"] = grid
+            path.write_text(json.dumps(result))
+            found[path] = read_run(make_run(tmp_path / path.stem, mixer, seed))
+    first, last = recall.sections(found)
+    assert [row[0] for row in first.tables[0].rows] == ["gdn, seed 0", "rdn, seed 0"]
+    assert last.body[-1] == "Tables and figures have each method's first seed; verdicts count all, 4 models."
+    assert "n = 2" in last.verdicts[0].evidence
 
 
 def test_needles():

@@ -40,7 +40,7 @@ def sections(paths: Sequence[Path], *, paper: bool = True) -> list[Section]:
         )
     if any(result["run"]["limit"] is not None for result in results.values()):
         body.append("Values with * are of the first samples of each task only.")
-    notes = tuple(note for label, result in results.items() for note in _notes(label, result))
+    notes = _notes(results)
     commands = tuple(dict.fromkeys(result["command"] for result in results.values()))
     return [
         Section("Evaluations", tuple(body), (), (), tuple(tables), notes, commands),
@@ -124,8 +124,14 @@ def _heat_map(grid: Sequence[Mapping[str, float]], title: str) -> bytes:
         return path.read_bytes()
 
 
-def _notes(label: str, result: Mapping[str, Any]) -> list[str]:
-    around = result["environment"]
-    versions = ", ".join(f"{key} {around[key]}" for key in ENVIRONMENT if around.get(key))
-    missing = ", ".join(result.get("missing", {}))
-    return [f"{label}: {versions}.{f' Not run, for want of data: {missing}.' if missing else ''}"]
+def _notes(results: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """Machine, versions and what was not run, once for all models that share them."""
+    models: dict[str, list[str]] = {}
+    for label, result in results.items():
+        around = result["environment"]
+        versions = ", ".join(f"{key} {around[key]}" for key in ENVIRONMENT if around.get(key))
+        missing = ", ".join(result.get("missing", {}))
+        text = f"{versions}.{f' Not run, for want of data: {missing}.' if missing else ''}"
+        models.setdefault(text, []).append(label)
+    everyone = len(models) == 1 and len(results) > 1
+    return tuple(f"{'All models' if everyone else '; '.join(labels)}: {text}" for text, labels in models.items())

@@ -79,7 +79,7 @@ def again(chosen: Run, plan: Evaluation, data: Path | None) -> str:
 
 
 def sections(found: Mapping[Path, Run]) -> list[Section]:
-    """The report's sections on the results, under the methods' names, with verdicts on the needles."""
+    """The report's sections on each method's first seed, with verdicts on the needles of all seeds."""
     if not found:
         return [Section("Evaluations", ("No model has been trained yet.",))]
     scores: dict[str, dict[int, float]] = {}
@@ -87,10 +87,15 @@ def sections(found: Mapping[Path, Run]) -> list[Section]:
         record = results.read(path)["tasks"].get(NEEDLE[0])
         if record is not None:
             scores.setdefault(chosen.mixer, {})[chosen.recipe.seed] = record["metrics"][NEEDLE[1]]["value"]
-    made = evaluation.sections(list(found))
+    shown: dict[str, Path] = {}
+    for path, chosen in found.items():
+        shown.setdefault(chosen.mixer, path)
+    made = evaluation.sections(list(shown.values()))
     verdicts = tuple(needle_verdicts(scores))
-    last = dataclasses.replace(made[-1], verdicts=verdicts, body=(*made[-1].body, RULE))
-    return [*made[:-1], last]
+    body = (*made[-1].body, RULE)
+    if len(shown) < len(found):
+        body = (*body, f"Tables and figures have each method's first seed; verdicts count all, {len(found)} models.")
+    return [*made[:-1], dataclasses.replace(made[-1], verdicts=verdicts, body=body)]
 
 
 def needle_verdicts(scores: Mapping[str, Mapping[int, float]]) -> list[Verdict]:

@@ -290,8 +290,8 @@ def _section(
         tables.append(table)
         notes = (*notes, *edge)
         body.append(
-            "Each method's first seed tried the same learning rates; its best and the next lower one were trained with all "
-            "seeds, and the better mean counts."
+            "Each method's first seed tried the same learning rates; its best and the next lower one were trained with up to "
+            f"{FINAL} seeds, and that of the better mean with all."
         )
     if verdicts:
         body.append(RULE)
