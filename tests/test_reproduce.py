@@ -13,6 +13,7 @@ from report_common import STEPS, make_result, make_run
 from rla.bench.measure import Quantiles
 from rla.bench.ratios import Cell, Results
 from rla.bench.workload import Contender, Workload
+from rla.eval.mqar import grid
 from rla.report.page import Page
 from rla.report.runs import group_runs, read_run
 from rla.report.stats import Difference
@@ -20,6 +21,7 @@ from rla.reproduce import command, recall, studies, table1, timing
 from rla.reproduce.claims import Claim, halted, judge, verdict
 from rla.reproduce.scales import CORE, SCALES, VARIANTS, Study, seeds
 from rla.reproduce.store import Store, facts
+from rla.train.cost import training_flops
 from rla.train.recipe import load_recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -394,6 +396,17 @@ def test_recipes_are_sound_and_differ(scale):
             recipe.model.config(256)
             assert recipe.schedule == study.recipe.schedule
             assert recipe.data == study.recipe.data
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
+def test_every_method_of_a_study_can_be_trained(scale):
+    """What training asks of a method beside its layer, for names with a threshold too."""
+    for study in command.needed(scale.with_data("builtin"), command.EXPERIMENTS).values():
+        for recipe in grid(study.recipe, list(study.seeds), [], [], []):
+            config = recipe.model.config(256)
+            flops = training_flops(config, recipe.length)
+            assert set(flops) == {"projections", "op", "mlp", "head"}
+            assert min(flops.values()) > 0
 
 
 def test_text_is_asked_for(tmp_path, capsys):

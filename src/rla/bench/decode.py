@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..method import METHODS
+from ..method import get_method
 from ..ops import State, attend, step
 from . import figure, style
 from .kernels import check_numbers, contenders, left_out, make_console, make_progress
@@ -153,7 +153,7 @@ def _steps(workload: Workload, c: Contender, visited: Sequence[State]) -> Callab
     tokens = workload.tokens(_calls(len(visited)))
     whole = (tokens.q, tokens.k, tokens.v, *gates(c.method, tokens))
     inputs = [[None if x is None else x[:, t : t + 1].contiguous() for x in whole] for t in range(_calls(len(visited)))]
-    method = METHODS[c.method]
+    method = get_method(c.method)
 
     def run() -> None:
         for t, (q, k, v, log_alpha, beta, gamma) in enumerate(inputs):
@@ -218,7 +218,7 @@ def _write(out: Path, workload: Workload, results: Mapping[_Cell, tuple[Quantile
     same, rows = environment(workload.device, workload.threads), []
     panels: dict[str, dict[Contender, tuple[Quantiles, Quantiles]]] = {}
     for cell, (one, sweep) in results.items():
-        number = 2 if METHODS[cell.contender.method].has_R else 1
+        number = 2 if get_method(cell.contender.method).has_R else 1
         rows.append(
             {
                 "method": cell.contender.method,

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..method import METHODS, get_method
+from ..method import get_method
 from ..ops import attend, chunked
 from ..ops.backends import choose
 
@@ -141,7 +141,7 @@ def attend_pass(contender: Contender, tokens: Tokens, which: Pass) -> Callable[[
         return differentiated(plain, (*qkv, beta, gamma), tokens.do, which)
 
     try:
-        choose(contender.by, tokens.q, tokens.v, METHODS[contender.method])
+        choose(contender.by, tokens.q, tokens.v, get_method(contender.method))
     except ValueError as error:
         raise Unavailable(str(error)) from error
 
@@ -155,7 +155,7 @@ def _plain_chunked(
     name: str, q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor | None, beta: Tensor | None, gamma: Tensor | None
 ) -> Tensor:
     """The chunked forward without its own backward, for autograd to follow."""
-    method = METHODS[name]
+    method = get_method(name)
     gamma = beta if method.gamma == "tied" and method.has_residual else gamma
     S = q.new_zeros(q.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=torch.promote_types(q.dtype, torch.float32))
     R = S if method.has_R else None
@@ -173,7 +173,7 @@ def multiply_adds(contender: Contender, T: int, d: int, which: Pass) -> int | No
     """Per token and head; None where there is no formula."""
     if contender.method == "softmax":
         return T * d if which == "forward" else None
-    method = METHODS[contender.method]
+    method = get_method(contender.method)
     delta = method.rule == "delta"
     cd, dd = {
         "none": (4, 3) if delta else (2, 2),
