@@ -117,6 +117,8 @@ def needed(scale: Scale, names: Sequence[str]) -> dict[str, Study]:
     found = {}
     if "language" in names or "recall" in names:
         found["language"] = scale.language
+    if "language" in names and scale.more_steps is not None:
+        found["more-steps"] = scale.more_steps
     if "ablations" in names:
         found["ablations"] = scale.ablations
     if "mqar" in names:
@@ -208,15 +210,23 @@ class Work:
         self.records += [row for run in made[1].runs for row in run.of("start")]
         return made[0]
 
-    def language(self) -> list[Section]:
+    def _models(self) -> tuple[list[Section], studies.Trained]:
+        """The language study, which the evaluations need too."""
         if self._language is None:
             self._language = studies.language(self.scale.language, self._train, self.again("language"))
-        return self._trained(self._language)
+        return self._language
+
+    def language(self) -> list[Section]:
+        made = self._trained(self._models())
+        if self.scale.more_steps is not None:
+            again = studies.language(self.scale.more_steps, self._train, self.again("language"), "more-steps")
+            return [*made, *self._trained(again)]
+        return made
 
     def recall(self) -> list[Section]:
-        self.language()
-        assert self._language is not None
-        found = recall.evaluate(self._language[1].runs, self.scale.evaluation, self.store, self.say, self.eval_data)
+        sections, trained = self._models()
+        self._trained((sections, trained))
+        found = recall.evaluate(trained.runs, self.scale.evaluation, self.store, self.say, self.eval_data)
         return recall.sections(found)
 
     def ablations(self) -> list[Section]:

@@ -1,7 +1,7 @@
 """Scales: how much of each experiment is done. A scale is data; the experiments are the same at all of them.
 
     demo     the built-in books and MQAR, models of 0.1M parameters: minutes on two cores
-    small    two million parameters on text of your own (`--data`), three seeds, a sweep of the learning rate: some hours
+    small    two million parameters on text of your own (`--data`), two to five seeds, a sweep of the learning rate: some hours
     paper    the recipes of recipes/paper-1.5b.toml: GPUs
 
 A study is a recipe with the methods to train it with. All methods of a study have the same data, order, budget and learning
@@ -88,6 +88,7 @@ class Scale:
     ablations: Study  # with the language study's recipe it shares its runs
     mqar: Study
     evaluation: Evaluation
+    more_steps: Study | None = None  # the language study once more: the same tokens in more steps
 
     def with_data(self, data: str) -> Scale:
         """With the language models trained on this text."""
@@ -95,7 +96,8 @@ class Scale:
         def on(study: Study) -> Study:
             return replace(study, recipe=replace(study.recipe, data=replace(study.recipe.data, path=data)))
 
-        return replace(self, language=on(self.language), ablations=on(self.ablations))
+        more_steps = None if self.more_steps is None else on(self.more_steps)
+        return replace(self, language=on(self.language), ablations=on(self.ablations), more_steps=more_steps)
 
 
 def seeds(methods: tuple[str, ...], count: int) -> Seeds:
@@ -179,6 +181,14 @@ def _small() -> Scale:
         "log": {"every": 10, "evaluate_every": 200, "evaluate_tokens": 262_144, "probe_every": 20},
     }
     language = Study(recipe_from_dict(text), {**seeds(CORE, 5), **seeds(BASELINES, 2)}, (1e-3, 2e-3, 4e-3, 8e-3), beyond=2)
+    recipe = language.recipe
+    quarter = replace(  # of the tokens a step, so four times the steps
+        recipe,
+        schedule=replace(recipe.schedule, batch_tokens=512),
+        parallel=replace(recipe.parallel, micro_sequences=1),
+        checkpoint=replace(recipe.checkpoint, every=400),
+        log=replace(recipe.log, every=40, evaluate_every=800, probe_every=80),
+    )
     return Scale(
         "small",
         "models of 2 million parameters, trained on two cores for some minutes each",
@@ -202,6 +212,7 @@ def _small() -> Scale:
             (3e-3, 1e-2, 3e-2),
         ),
         Evaluation("needle", Grid(lengths=(512, 1024, 2048), depths=5, samples=5), every_seed=True),
+        Study(quarter, seeds(CORE, 5), (2e-3, 4e-3)),
     )
 
 

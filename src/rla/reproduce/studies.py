@@ -155,8 +155,9 @@ def beyond(rate: float, rates: Sequence[float]) -> float | None:
     return float(f"{rate * rate / neighbour:.6g}")
 
 
-def language(study: Study, train: Train, command: str) -> tuple[list[Section], Trained]:
-    trained = run_study(study, train, "language")
+def language(study: Study, train: Train, command: str, study_name: str = "language") -> tuple[list[Section], Trained]:
+    """`study_name`: "language", or "more-steps" for the same tokens in more steps."""
+    trained = run_study(study, train, study_name)
     groups, printed = trained.groups, paper_numbers()["2"]["models"]
     claims = []
     for ours, theirs in (("rla", "sgla"), ("rdn", "gdn")):
@@ -176,7 +177,10 @@ def language(study: Study, train: Train, command: str) -> tuple[list[Section], T
             rows.append((group.label, f"{math.exp(loss.mean):.3f}", bits.show(".4f"), paper))
     headers = ("method", "perplexity per token", "bits per byte", "the paper's WikiText perplexity, 1.5B")
     table = Table("Perplexity, and what the paper has of its models (another text, another size)", headers, tuple(rows))
-    return [_section(trained, "language", command, verdicts, extra=(table,))], trained
+    section = _section(trained, study_name, command, verdicts, extra=(table,))
+    if study_name == "more-steps" and trained.runs:
+        section = dataclasses.replace(section, title=f"{section.title}, more steps")
+    return [section], trained
 
 
 def ablations(study: Study, train: Train, command: str) -> tuple[list[Section], Trained]:
@@ -282,7 +286,7 @@ def _section(
 ) -> Section:
     """The report's section on the runs, with verdicts, figures named after the experiment, and the sweep of the rates."""
     if not trained.runs:
-        return Section(title or prefix.capitalize(), ("No run has been finished yet.",), commands=(command,))
+        return Section(title or prefix.replace("-", " ").capitalize(), ("No run has been finished yet.",), commands=(command,))
     (made,) = training.sections(trained.runs, command=command)
     body, tables = [*made.body], [*extra, *made.tables]
     if trained.tried:
