@@ -61,7 +61,6 @@ class Timing:
     seconds: float
     device: Device = "cpu"
     dtype: Dtype = "float32"
-    memory: bool = False
     positions: tuple[int, ...] = (128, 4096)  # of decoding
     cycle: int = 8
     train_lengths: tuple[int, ...] = ()  # empty: training is not timed
@@ -197,7 +196,6 @@ def _small() -> Scale:
             16,
             128,
             1.0,
-            memory=True,
             positions=(128, 32768),
             cycle=48,
             train_lengths=(2048, 8192),

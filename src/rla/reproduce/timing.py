@@ -71,7 +71,7 @@ def options(timing: Timing) -> dict[str, dict[str, Any]]:
             "passes": ("forward",) if timing.seconds < 0.5 else ("forward", "both"),
             "peers": ("sdpa",),
             "seconds": timing.seconds,
-            "memory": timing.memory,
+            "memory": False,
         },
         "decode": {
             **common,
