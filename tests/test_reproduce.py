@@ -247,6 +247,7 @@ def test_sections_of_all_studies_fit_on_one_page(tmp_path):
     scale = SCALES["small"].with_data("books")
     ablations = dataclasses.replace(scale.ablations, rates=(1e-3,))
     made = studies.language(dataclasses.replace(scale.language, rates=(1e-3,)), Fake(tmp_path / "a", {}), "x")[0]
+    assert scale.more_steps is not None
     more = dataclasses.replace(scale.more_steps, rates=(1e-3,))
     made += studies.language(more, Fake(tmp_path / "d", {"rla": 1.9}), "x", "more-steps")[0]
     assert made[1].title == f"{made[0].title}, more steps"
