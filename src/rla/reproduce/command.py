@@ -224,9 +224,9 @@ class Work:
         return made
 
     def recall(self) -> list[Section]:
-        sections, trained = self._models()
-        self._trained((sections, trained))
-        found = recall.evaluate(trained.runs, self.scale.evaluation, self.store, self.say, self.eval_data)
+        made = self._models()
+        self._trained(made)
+        found = recall.evaluate(made[1].runs, self.scale.evaluation, self.store, self.say, self.eval_data)
         return recall.sections(found)
 
     def ablations(self) -> list[Section]:
