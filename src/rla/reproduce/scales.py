@@ -5,8 +5,8 @@
     paper    the recipes of recipes/paper-1.5b.toml: GPUs
 
 A study is a recipe with the methods to train it with. All methods of a study have the same data, order, budget and learning
-rates to choose from: the first seed tries them all, its best and the next lower one are trained with all seeds, and the better
-mean counts. Where the best is the first or the last of those tried, the sweep may go on beyond it (`beyond`), for each method
+rates to choose from: the first seed tries them all, its best and the next lower one are trained with three seeds, and that of
+the better mean with all. Where the best is the first or the last of those tried, the sweep may go on beyond it (`beyond`), for each method
 by the same rule. An ablation changes one thing, so it has the rate of its method.
 """
 
