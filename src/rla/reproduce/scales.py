@@ -6,8 +6,8 @@
 
 A study is a recipe with the methods to train it with. All methods of a study have the same data, order, budget and learning
 rates to choose from: the first seed tries them all, its best and the next lower one are trained with three seeds, and that of
-the better mean with all. Where the best is the first or the last of those tried, the sweep may go on beyond it (`beyond`), for each method
-by the same rule. An ablation changes one thing, so it has the rate of its method.
+the better mean with all. Where the best is the first or the last of those tried, the sweep may go on beyond it (`beyond`), for
+each method by the same rule. An ablation changes one thing, so it has the rate of its method.
 """
 
 from __future__ import annotations
