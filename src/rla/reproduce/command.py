@@ -117,8 +117,8 @@ def needed(scale: Scale, names: Sequence[str]) -> dict[str, Study]:
     found = {}
     if "language" in names or "recall" in names:
         found["language"] = scale.language
-    if "language" in names and scale.more_steps is not None:
-        found["more-steps"] = scale.more_steps
+    if "language" in names:
+        found |= scale.repeats
     if "ablations" in names:
         found["ablations"] = scale.ablations
     if "mqar" in names:
@@ -217,11 +217,10 @@ class Work:
         return self._language
 
     def language(self) -> list[Section]:
-        made = self._trained(self._models())
-        if self.scale.more_steps is not None:
-            again = studies.language(self.scale.more_steps, self._train, self.again("language"), "more-steps")
-            return [*made, *self._trained(again)]
-        return made
+        sections = self._trained(self._models())
+        for name, study in self.scale.repeats.items():
+            sections = [*sections, *self._trained(studies.language(study, self._train, self.again("language"), name))]
+        return sections
 
     def recall(self) -> list[Section]:
         made = self._models()

@@ -1,7 +1,7 @@
 """Scales: how much of each experiment is done. A scale is data; the experiments are the same at all of them.
 
     demo     the built-in books and MQAR, models of 0.1M parameters: minutes on two cores
-    small    two million parameters on text of your own (`--data`), two to five seeds, a sweep of the learning rate: some hours
+    small    two million parameters on text of your own (`--data`), two to eight seeds, a sweep of the learning rate: some hours
     paper    the recipes of recipes/paper-1.5b.toml: GPUs
 
 A study is a recipe with the methods to train it with. All methods of a study have the same data, order, budget and learning
@@ -13,7 +13,7 @@ each method by the same rule. An ablation changes one thing, so it has the rate 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..bench.workload import Device, Dtype
 from ..eval.needle import Grid
@@ -87,7 +87,7 @@ class Scale:
     ablations: Study  # with the language study's recipe it shares its runs
     mqar: Study
     evaluation: Evaluation
-    more_steps: Study | None = None  # the language study once more: the same tokens in more steps
+    repeats: Mapping[str, Study] = field(default_factory=dict)  # the language study once more, by what differs
 
     def with_data(self, data: str) -> Scale:
         """With the language models trained on this text."""
@@ -95,8 +95,8 @@ class Scale:
         def on(study: Study) -> Study:
             return replace(study, recipe=replace(study.recipe, data=replace(study.recipe.data, path=data)))
 
-        more_steps = None if self.more_steps is None else on(self.more_steps)
-        return replace(self, language=on(self.language), ablations=on(self.ablations), more_steps=more_steps)
+        repeats = {name: on(study) for name, study in self.repeats.items()}
+        return replace(self, language=on(self.language), ablations=on(self.ablations), repeats=repeats)
 
 
 def seeds(methods: tuple[str, ...], count: int) -> Seeds:
@@ -188,6 +188,7 @@ def _small() -> Scale:
         checkpoint=replace(recipe.checkpoint, every=400),
         log=replace(recipe.log, every=40, evaluate_every=800, probe_every=80),
     )
+    smaller = replace(quarter, model=replace(recipe.model, hidden_size=128, intermediate_size=256, num_attention_heads=2))
     return Scale(
         "small",
         "models of 2 million parameters, trained on two cores for some minutes each",
@@ -210,7 +211,10 @@ def _small() -> Scale:
             (3e-3, 1e-2, 3e-2),
         ),
         Evaluation("needle", Grid(lengths=(512, 1024, 2048), depths=5, samples=5), every_seed=True),
-        Study(quarter, {**seeds(CORE, 5), **seeds(("mamba2",), 2)}, (2e-3, 4e-3), beyond=1),
+        {
+            "more-steps": Study(quarter, {**seeds(CORE, 8), **seeds(("mamba2",), 2)}, (2e-3, 4e-3), beyond=1),
+            "smaller-models": Study(smaller, seeds(CORE, 3), (2e-3, 4e-3), beyond=1),
+        },
     )
 
 

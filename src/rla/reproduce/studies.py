@@ -156,7 +156,7 @@ def beyond(rate: float, rates: Sequence[float]) -> float | None:
 
 
 def language(study: Study, train: Train, command: str, study_name: str = "language") -> tuple[list[Section], Trained]:
-    """`study_name`: "language", or "more-steps" for the same tokens in more steps."""
+    """`study_name`: "language", or what differs when it is asked again, as in "more-steps"."""
     trained = run_study(study, train, study_name)
     groups, printed = trained.groups, paper_numbers()["2"]["models"]
     claims = []
@@ -178,8 +178,8 @@ def language(study: Study, train: Train, command: str, study_name: str = "langua
     headers = ("method", "perplexity per token", "bits per byte", "the paper's WikiText perplexity, 1.5B")
     table = Table("Perplexity, and what the paper has of its models (another text, another size)", headers, tuple(rows))
     section = _section(trained, study_name, command, verdicts, extra=(table,))
-    if study_name == "more-steps" and trained.runs:
-        section = dataclasses.replace(section, title=f"{section.title}, more steps")
+    if study_name != "language" and trained.runs:
+        section = dataclasses.replace(section, title=f"{section.title}, {study_name.replace('-', ' ')}")
     return [section], trained
 
 
