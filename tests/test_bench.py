@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import os
+import platform
 import sys
 from functools import partial
 from pathlib import Path
@@ -168,6 +169,22 @@ def test_cells_are_timed_in_turn():
 def run_decode(out: Path, **options) -> int:
     settings = {"methods": ("gdn", "rdn"), "backends": ("chunked",), "positions": (3, 9), "cycle": 2, "heads": 2, "dim": 8}
     return decode.main(**{**settings, "threads": 1, "seconds": 0.0, "out": out, **options})
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
+def test_memory_is_kept_between_calls():
+    import resource  # not on every system
+
+    def faults():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.zeros(2**24)  # 64 MB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    pages = 2**26 // resource.getpagesize()
+    with measure.memory_kept():
+        faults()
+        assert faults() < pages // 100
+    assert faults() > pages // 1000  # huge pages are 512 small ones
 
 
 def test_decode_writes_table_csv_and_figure(tmp_path, capsys):

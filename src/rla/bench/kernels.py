@@ -18,7 +18,7 @@ from rich.table import Table
 from ..method import get_method
 from ..ops import backends as known_backends
 from . import figure, ratios, style
-from .measure import Quantiles, Sgemm, environment, time_in_rounds, write_csv
+from .measure import Quantiles, Sgemm, environment, memory_kept, time_in_rounds, write_csv
 from .memory import peaks
 from .peers import PEERS, Peer, prepare
 from .ratios import PASSES, Cell, Results
@@ -159,13 +159,14 @@ class _Bench:
         cells = len(self.contenders) * len(self.passes)
         task = progress.add_task("time", total=cells * len(self.lengths))
         try:
-            for T in self.lengths:
-                progress.update(task, description=f"time, T={T}")
+            with memory_kept():
+                for T in self.lengths:
+                    progress.update(task, description=f"time, T={T}")
+                    self.sgemm.sample()
+                    ready = self._prepare(T)
+                    progress.advance(task, cells - len(ready))
+                    time_in_rounds(ready, self.samples, seconds=seconds, on_done=lambda _: progress.advance(task))
                 self.sgemm.sample()
-                ready = self._prepare(T)
-                progress.advance(task, cells - len(ready))
-                time_in_rounds(ready, self.samples, seconds=seconds, on_done=lambda _: progress.advance(task))
-            self.sgemm.sample()
         finally:
             self.results.times.update({cell: Quantiles.of(times) for cell, times in self.samples.items() if times})
             self.results.sgemm = self.sgemm.median if self.sgemm.gflops else None
