@@ -51,7 +51,7 @@ def main(
     """Time attend's backends beside their peers, over lengths, on a machine that does nothing else; compare within a run.
 
     Writes kernels.csv (20/50/80 % quantiles, rates, peak memory, machine, versions) and kernels.png. Ctrl-C writes what there
-    is.
+    is. While it times, the process keeps the memory that is freed.
 
     Example: rla bench kernels --methods rla rdn --lengths 1024 4096 --peers sdpa --threads 2
 
