@@ -207,7 +207,7 @@ def _small() -> Scale:
         replace(language, seeds={**seeds(("rla", "rdn", *VARIANTS), 3), **seeds(BEYOND, 2)}),
         Study(
             _mqar([4, 8, 16, 32], [64, 64, 64, 128], 1500),
-            {**seeds(CORE, 3), **seeds(("softmax",), 2)},
+            {**seeds(CORE, 8), **seeds(("softmax",), 2)},
             (3e-3, 1e-2, 3e-2),
         ),
         Evaluation("needle", Grid(lengths=(512, 1024, 2048), depths=5, samples=5), every_seed=True),
