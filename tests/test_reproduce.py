@@ -250,9 +250,9 @@ def test_sections_of_all_studies_fit_on_one_page(tmp_path):
     for name, study in scale.repeats.items():
         made += studies.language(dataclasses.replace(study, rates=(1e-3,)), Fake(tmp_path / name, {"rla": 1.9}), "x", name)[0]
     title = made[0].title
-    assert [section.title for section in made] == [title, f"{title}, more steps", f"{title}, smaller models"]
-    assert [section.verdicts[0].claim for section in made] == 3 * ["RLA has a lower perplexity than sGLA."]
-    assert [section.verdicts[0].outcome for section in made] == ["not testable at this scale", "agrees", "agrees"]
+    assert [section.title for section in made] == [title, f"{title}, more steps"]
+    assert [section.verdicts[0].claim for section in made] == 2 * ["RLA has a lower perplexity than sGLA."]
+    assert [section.verdicts[0].outcome for section in made] == ["not testable at this scale", "agrees"]
     made += studies.ablations(ablations, Fake(tmp_path / "b", {"rla-tied": 2.1}), "y")[0]
     shares = dict.fromkeys(("softmax", *CORE), 0.5) | {"rla": 0.8}
     made += studies.mqar(dataclasses.replace(scale.mqar, rates=(1e-3,)), Fake(tmp_path / "c", {}, shares), "z")[0]

@@ -188,7 +188,6 @@ def _small() -> Scale:
         checkpoint=replace(recipe.checkpoint, every=400),
         log=replace(recipe.log, every=40, evaluate_every=800, probe_every=80),
     )
-    smaller = replace(quarter, model=replace(recipe.model, hidden_size=128, intermediate_size=256, num_attention_heads=2))
     return Scale(
         "small",
         "models of 2 million parameters, trained on two cores for some minutes each",
@@ -211,10 +210,7 @@ def _small() -> Scale:
             (3e-3, 1e-2, 3e-2),
         ),
         Evaluation("needle", Grid(lengths=(512, 1024, 2048), depths=5, samples=5), every_seed=True),
-        {
-            "more-steps": Study(quarter, {**seeds(CORE, 8), **seeds(("mamba2",), 2)}, (2e-3, 4e-3), beyond=1),
-            "smaller-models": Study(smaller, seeds(CORE, 3), (2e-3, 4e-3), beyond=1),
-        },
+        {"more-steps": Study(quarter, {**seeds(CORE, 8), **seeds(("mamba2",), 2)}, (2e-3, 4e-3), beyond=1)},
     )
 
 
