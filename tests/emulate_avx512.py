@@ -249,7 +249,7 @@ class Emulator:
 
     def sizes(self, a: SimpleNamespace) -> dict[str, int]:
         """Bytes of the tensors of a call, as args.h tells their shapes."""
-        from torch import Size, empty
+        from torch import Size, empty, float16, float32
 
         item, tokens = 2 if a.dtype else 4, a.B * a.T
         sizes = dict.fromkeys(self.pointers, 4 * tokens * a.HV)  # gates and their gradients
@@ -259,8 +259,15 @@ class Emulator:
             strides = getattr(a, f"{name}_stride")
             last = sum((n - 1) * stride for n, stride in zip((a.B, a.T, H), strides, strict=True))
             sizes[name] = item * (last + D) if tokens else 0
-        q, v = empty(a.B, a.T, a.H, a.K, device="meta"), empty(a.B, a.T, a.HV, a.V, device="meta")
-        saved = self.native.saved_shape(q, v, a.N, SimpleNamespace(has_R=a.correction == self.native._CORRECTIONS["fitted"]))
+        dtype = float16 if a.dtype else float32
+        q, v = (empty(a.B, a.T, *heads, dtype=dtype, device="meta") for heads in ((a.H, a.K), (a.HV, a.V)))
+        corrections = self.native._CORRECTIONS
+        method = SimpleNamespace(
+            rule="delta" if a.delta else "additive",
+            has_residual=a.correction != corrections["none"],
+            has_R=a.correction == corrections["fitted"],
+        )
+        saved = self.native.saved_shape(q, v, a.N, method)
         return sizes | {"cu_seqlens": 8 * (a.N + 1), "saved": 4 * Size(saved).numel()}
 
     def call(self, function: str, packed: bytes) -> int:

@@ -7,8 +7,8 @@ in float32; they use as many threads as torch would, and give the same bits for 
 On CPUs with AMX the forward of bfloat16 rounds states and updates to bfloat16 where they enter large products; triangular
 systems, sums and backward stay in float32. The first such call tries AMX in a child process: see `amx`.
 
-`saved`, what forward leaves for backward, holds the states at every 256th token in panels of value columns,
-[slots, heads, S and R, elements]: backward computes the rest again.
+`saved`, what forward leaves for backward, holds in panels of value columns the states at every 256th token and, of float32
+inputs, the products k S and k R of every token: backward computes the rest again.
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ def saved_shape(q: Tensor, v: Tensor, N: int, method: Method) -> tuple[int, ...]
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
     library = _library()
     slots = T // library.segment if N != B else B * (max(T - 1, 0) // library.segment)
-    return slots, HV, 1 + method.has_R, -(-V // library.panel) * library.panel * K
+    delta = method.rule == "delta"
+    products = (delta or method.has_residual) + (delta and method.has_R) if q.dtype is _FLOAT else 0
+    return HV, B * T * products + slots * (1 + method.has_R) * K, -(-V // library.panel) * library.panel
 
 
 def _pointer(x: Tensor | None) -> int:

@@ -80,6 +80,7 @@ struct Problem {
   bool delta, residual, fitted, gated, sum;
   int dtype;
   int64_t state;  // floats of one state in panels
+  int64_t kept;   // products of k with a state that forward keeps for backward; of half precision they would be larger than q
   int64_t blocks;  // of K, in operands of AMX
   int64_t panel;   // floats of a panel of a running state; with AMX its right operand follows it
 
@@ -94,6 +95,7 @@ struct Problem {
     sum = residual && !a.gate_output;
     dtype = (int)a.dtype;
     state = strips * K * NR;
+    kept = dtype != F32 ? 0 : (delta || residual) + (delta && fitted);
     blocks = (K + DEPTH - 1) / DEPTH;
     panel = K * NR + (AMX ? blocks * RIGHT / 2 : 0);
   }
@@ -118,10 +120,16 @@ struct Task {
     return b * stride[0] + (start + t) * stride[1] + head * stride[2];
   }
   int64_t gate(const Problem& p, int64_t t) const { return (b * p.a.T + start + t) * p.a.HV + h; }
-  // The saved states of segment s >= 1. Sequences cannot collide: one with l tokens has (l - 1) / SEGMENT of them.
+  // What forward saves: products that it keeps, and states.
+  // Panel s of k S (n = 0) or k R (n = 1), of the states that the token's chunk begins with: rows from token t on.
+  float* product(const Problem& p, int64_t n, int64_t s, int64_t t) const {
+    return p.a.saved + (((h * p.strips + s) * p.kept + n) * p.tokens() + b * p.a.T + start + t) * NR;
+  }
+  // The states of segment s >= 1. Sequences cannot collide: one with l tokens has (l - 1) / SEGMENT of them.
   float* saved(const Problem& p, int64_t s) const {
     int64_t base = p.a.cu_seqlens ? start / SEGMENT : b * (segments() - 1);
-    return p.a.saved + ((base + s - 1) * p.a.HV + h) * p.states() * p.state;
+    float* states = p.a.saved + p.a.HV * p.strips * p.kept * p.tokens() * NR;
+    return states + ((base + s - 1) * p.a.HV + h) * p.states() * p.state;
   }
 };
 

@@ -21,11 +21,17 @@ INLINE V psi(V e, const Problem& p) {
   return p.a.loss == LOGCOSH ? tanh(e) : e;
 }
 
-// What a panel of columns of one chunk leaves behind, each [C][NR]. Backward keeps all of it, forward a part.
+// What a panel of columns of one chunk leaves behind, each [C][NR]. Backward has all of it, forward a part.
 struct Strip {
   float *u, *w, *uL, *wL;  // uL = L * u
-  float *x, *y, *e, *kS, *kR;
-  float *qS = nullptr, *qR = nullptr;  // with AMX these and kS, kR come first, without the norms of q and k
+  float *x, *y, *e;
+  float *kS = nullptr, *kR = nullptr;  // null in a forward that keeps nothing
+  float *rkS = nullptr, *rkR = nullptr, *qS = nullptr, *qR = nullptr;  // with AMX: k S ... q R without the norms of q and k
+  // kS and kR are those that forward keeps for backward, if it does.
+  void keep(const Problem& p, const Task& task, const Chunk& ch, int64_t s) {
+    if (p.kept > 0) kS = task.product(p, 0, s, ch.t);
+    if (p.kept > 1) kR = task.product(p, 1, s, ch.t);
+  }
 };
 
 // The right operand behind a panel of a running state.
@@ -53,8 +59,12 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, cons
   Tile<M> v, x, ks, r;
   get_input(v, p.dtype, a.v, task.row(a.v_stride, ch.t + i0, task.h) + s * NR, a.v_stride[1], columns);
   if (p.delta || p.residual) {
-    times_state(ks, p, k, S, st.kS + at, ch.ik + i0);
-    if (BACKWARD) put(st.kS + at, ks);
+    if (BACKWARD && p.kept) {
+      get(ks, st.kS + at);
+    } else {
+      times_state(ks, p, k, S, st.rkS + at, ch.ik + i0);
+      if (st.kS) put(st.kS + at, ks);
+    }
   }
   if (p.delta) {
     EACH(M, x.v[i][j] = splat(E[i]) * ks.v[i][j] - v.v[i][j]);
@@ -78,8 +88,12 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, cons
   }
   if (p.fitted) {
     if (p.delta) {
-      times_state(x, p, k, R, st.kR + at, ch.ik + i0);
-      if (BACKWARD) put(st.kR + at, x);
+      if (BACKWARD && p.kept) {
+        get(x, st.kR + at);
+      } else {
+        times_state(x, p, k, R, st.rkR + at, ch.ik + i0);
+        if (st.kR) put(st.kR + at, x);
+      }
       EACH(M, x.v[i][j] = splat(E[i]) * x.v[i][j] - r.v[i][j]);
       mul_rows(x, ch.G + i0 * C, C, st.w, i0);
       EACH(M, x.v[i][j] = -x.v[i][j]);
@@ -166,8 +180,8 @@ inline void strip_tiles(const Problem& p, const Task& task, const Chunk& ch, con
 }
 
 // One chunk of panel s forward; the states' panels S and R are updated in place.
-inline void forward_strip(const Problem& p, const Task& task, const Chunk& ch, const Strip& st, float* S, float* R,
-                          int64_t s) {
+inline void forward_strip(const Problem& p, const Task& task, const Chunk& ch, Strip& st, float* S, float* R, int64_t s) {
+  if (p.a.saved) st.keep(p, task, ch, s);
   if (p.a.saved && ch.t > 0 && ch.t % SEGMENT == 0) {
     float* to = task.saved(p, ch.t / SEGMENT) + s * p.K * NR;
     memcpy(to, S, p.K * NR * 4);
@@ -176,9 +190,9 @@ inline void forward_strip(const Problem& p, const Task& task, const Chunk& ch, c
   if constexpr (AMX) {
     const uint16_t *bS = operand_of(p, S), *bR = operand_of(p, R);
     amx_multiply(st.qS, NR, ch.q16, bS, p.blocks);
-    if (p.delta || p.residual) amx_multiply(st.kS, NR, ch.k16, bS, p.blocks);
+    if (p.delta || p.residual) amx_multiply(st.rkS, NR, ch.k16, bS, p.blocks);
     if (p.fitted) amx_multiply(st.qR, NR, ch.q16, bR, p.blocks);
-    if (p.fitted && p.delta) amx_multiply(st.kR, NR, ch.k16, bR, p.blocks);
+    if (p.fitted && p.delta) amx_multiply(st.rkR, NR, ch.k16, bR, p.blocks);
     strip_tiles<false>(p, task, ch, st, S, R, s);
     absorb_tiles(p, ch, S, st.uL);
     if (p.fitted) absorb_tiles(p, ch, R, st.wL);
@@ -199,7 +213,7 @@ inline Strip forward_scratch(Arena& m) {
   Strip st = {};
   for (float** x : {&st.u, &st.w, &st.uL, &st.wL}) *x = m.floats(C * NR);
   if (AMX)
-    for (float** x : {&st.kS, &st.qS, &st.kR, &st.qR}) *x = m.floats(C * NR);
+    for (float** x : {&st.rkS, &st.qS, &st.rkR, &st.qR}) *x = m.floats(C * NR);
   return st;
 }
 
@@ -300,7 +314,10 @@ inline void forward(const Args& a) {
   const int64_t tasks = a.N * a.HV;
   int threads = (int)a.threads;
   advise(a.o, p.tokens() * a.HV * a.V * p.bytes());
-  if (a.saved) advise(a.saved, a.B * ((a.T - 1) / SEGMENT) * a.HV * p.states() * p.state * 4);
+  if (a.saved) {
+    const int64_t states = a.B * ((a.T - 1) / SEGMENT) * p.states() * p.K, products = p.kept * p.tokens();
+    advise(a.saved, (states + products) * a.HV * p.strips * NR * 4);
+  }
   if ((double)p.tokens() * a.HV * p.K * p.strips * NR < SMALL) threads = 1;
   if (threads > 1 && tasks < 2 * threads && tasks % threads) {
     forward_split(p, tasks, threads);

@@ -38,7 +38,7 @@ enum { SUM_BETA, SUM_GAMMA, SUM_E, SUM_EP, SUM_R, SUMS };
 // Memory of one worker: panels of the block's columns, [columns / NR][C][NR] each.
 struct Sweep {
   float *u[SEGMENT_CHUNKS], *w[SEGMENT_CHUNKS], *x[SEGMENT_CHUNKS], *y[SEGMENT_CHUNKS], *e[SEGMENT_CHUNKS],
-      *kS[SEGMENT_CHUNKS], *kR[SEGMENT_CHUNKS];
+      *kS[SEGMENT_CHUNKS], *kR[SEGMENT_CHUNKS];  // the last two are not used where forward has kept them
   float *S[SEGMENT_CHUNKS], *R[SEGMENT_CHUNKS];  // incoming states of the chunks, panels of the block's columns
   float *uL, *wL;                                // [C][NR]
   float *dout, *dou, *dow;                       // do times 1, eu, E go
@@ -49,7 +49,8 @@ struct Sweep {
   void carve(Arena& m, const Problem& p, int64_t strips) {
     int64_t n = strips * C * NR;
     for (int i = 0; i < SEGMENT_CHUNKS; ++i) {
-      for (float** a : {&u[i], &w[i], &x[i], &y[i], &e[i], &kS[i], &kR[i]}) *a = m.floats(n);
+      for (float** a : {&u[i], &w[i], &x[i], &y[i], &e[i]}) *a = m.floats(n);
+      for (float** a : {&kS[i], &kR[i]}) *a = m.floats(p.kept ? 0 : n);
       S[i] = m.floats(strips * p.K * NR);
       R[i] = m.floats(p.fitted ? strips * p.K * NR : 0);
     }
@@ -59,9 +60,12 @@ struct Sweep {
       *a = m.floats(n);
     sums = m.floats(SUMS * C * W);
   }
-  Strip strip(int i, int64_t s) const {
+  // Panel s of the block, which is panel first + s of all.
+  Strip strip(const Problem& p, const Task& task, const Chunk& ch, int i, int64_t first, int64_t s) const {
     int64_t at = s * C * NR;
-    return {u[i] + at, w[i] + at, uL, wL, x[i] + at, y[i] + at, e[i] + at, kS[i] + at, kR[i] + at};
+    Strip st = {u[i] + at, w[i] + at, uL, wL, x[i] + at, y[i] + at, e[i] + at, kS[i] + at, kR[i] + at};
+    st.keep(p, task, ch, first + s);
+    return st;
   }
 };
 
@@ -307,7 +311,7 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
   }
   for (int i = 0; i < count; ++i) {
     for (int64_t s = 0; s < strips; ++s) {
-      Strip st = w.strip(i, s);
+      const Strip st = w.strip(p, task, chunks[i], i, first, s);
       strip_tiles<true>(p, task, chunks[i], st, w.S[i] + s * size, w.R[i] + s * size, first + s);
       if (i + 1 == count) continue;
       absorb(p, chunks[i], w.S[i] + s * size, w.S[i + 1] + s * size, st.uL);
@@ -324,7 +328,7 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
         __builtin_prefetch(w.S[i] + s * size + d, 0, 2);
         if (p.fitted) __builtin_prefetch(w.R[i] + s * size + d, 0, 2);
       }
-      sweep_strip(p, task, ch, w, w.strip(i, s), dS + s * size, dR + s * size, s * C * NR, first + s);
+      sweep_strip(p, task, ch, w, w.strip(p, task, ch, i, first, s), dS + s * size, dR + s * size, s * C * NR, first + s);
     }
     float* const sums[SUMS] = {part.beta, part.gamma, part.E, part.Ep, part.r};
     for (int n = 0; n < SUMS; ++n)
