@@ -8,7 +8,7 @@ struct Args {
   void *o, *dq, *dk, *dv;              // contiguous
   const float *log_alpha, *beta, *gamma;  // [B,T,HV] contiguous
   const float *S0, *R0, *dS, *dR;      // [N,HV,V,K] contiguous: states lie by columns, here and below
-  float *S, *R, *saved;                // final states [N,HV,V,K]; states at every SEGMENT-th token in the kernel's own layout
+  float *S, *R, *saved;                // final states [N,HV,V,K]; what backward needs, in the kernel's own layout (Task)
   float *dlog_alpha, *dbeta, *dgamma;  // [B,T,HV] contiguous
   float *dS0, *dR0;
   const int64_t *cu_seqlens;           // [N+1]
