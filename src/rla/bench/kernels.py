@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,12 +47,13 @@ def main(
     threads: int | None = None,
     seconds: float = 1.0,
     memory: bool = True,
+    keep_memory: bool = False,
     out: Path = Path("results/kernels"),
 ) -> int:
     """Time attend's backends beside their peers, over lengths, on a machine that does nothing else; compare within a run.
 
     Writes kernels.csv (20/50/80 % quantiles, rates, peak memory, machine, versions) and kernels.png. Ctrl-C writes what there
-    is. While it times, the process keeps the memory that is freed.
+    is.
 
     Example: rla bench kernels --methods rla rdn --lengths 1024 4096 --peers sdpa --threads 2
 
@@ -69,6 +71,8 @@ def main(
         threads: of the CPU. Default: torch's.
         seconds: time to spend on each cell of the table (at least 3 repetitions).
         memory: measure peak memory too, in child processes.
+        keep_memory: keep freed memory in the process while timing, for a machine that is slow to hand out more. By default
+            the time of doing so is part of a pass, as in a program of yours.
         out: folder for the CSV and the figure.
     """
     console = make_console()
@@ -90,7 +94,10 @@ def main(
     bench.notes.update(dict.fromkeys(left_out(backends)))
     try:
         with make_progress(console) as progress:
-            bench.run(progress, seconds, memory)
+            with memory_kept() if keep_memory else nullcontext():
+                bench.run(progress, seconds)
+            if memory:
+                bench.measure_memory(progress)
     except KeyboardInterrupt:
         console.print("interrupted: what follows is what has been measured so far")
     finally:
@@ -155,23 +162,20 @@ class _Bench:
         self.sgemm = Sgemm(self.workload.device)
         self.results = Results(self.workload, {}, {})
 
-    def run(self, progress: Progress, seconds: float, memory: bool) -> None:
+    def run(self, progress: Progress, seconds: float) -> None:
         cells = len(self.contenders) * len(self.passes)
         task = progress.add_task("time", total=cells * len(self.lengths))
         try:
-            with memory_kept():
-                for T in self.lengths:
-                    progress.update(task, description=f"time, T={T}")
-                    self.sgemm.sample()
-                    ready = self._prepare(T)
-                    progress.advance(task, cells - len(ready))
-                    time_in_rounds(ready, self.samples, seconds=seconds, on_done=lambda _: progress.advance(task))
+            for T in self.lengths:
+                progress.update(task, description=f"time, T={T}")
                 self.sgemm.sample()
+                ready = self._prepare(T)
+                progress.advance(task, cells - len(ready))
+                time_in_rounds(ready, self.samples, seconds=seconds, on_done=lambda _: progress.advance(task))
+            self.sgemm.sample()
         finally:
             self.results.times.update({cell: Quantiles.of(times) for cell, times in self.samples.items() if times})
             self.results.sgemm = self.sgemm.median if self.sgemm.gflops else None
-        if memory:
-            self._measure_memory(progress)
 
     def _prepare(self, T: int) -> dict[Cell, Callable[[], object]]:
         """The passes over T tokens that can run here; the others leave a note."""
@@ -189,7 +193,7 @@ class _Bench:
                     self.notes[f"{contender} {PASSES[which]}, T={T}: failed: {type(error).__name__}: {error}"] = None
         return ready
 
-    def _measure_memory(self, progress: Progress) -> None:
+    def measure_memory(self, progress: Progress) -> None:
         measured = list(self.contenders)
         if "both" in self.passes and any(c.method == "rla" for c in measured):
             measured.append(Contender("rla", AUTOGRAD))

@@ -72,6 +72,7 @@ def options(timing: Timing) -> dict[str, dict[str, Any]]:
             "peers": ("sdpa",),
             "seconds": timing.seconds,
             "memory": False,
+            "keep_memory": True,
         },
         "decode": {
             **common,
