@@ -16,12 +16,12 @@
 namespace RLA_ISA {
 
 struct Finish {
-  float *dqk, *dkk, *dqkT, *dkkT;  // [CP][C][NR]
+  float *dqk, *dkk, *dqkT;  // [CP][C][NR]
   float *columns;                  // [C]
   float *row;                      // [C, ldk]
 
   void carve(Arena& m, const Problem& p) {
-    for (float** x : {&dqk, &dkk, &dqkT, &dkkT}) *x = m.floats(C * C);
+    for (float** x : {&dqk, &dkk, &dqkT}) *x = m.floats(C * C);
     columns = m.floats(C);
     row = m.floats(C * p.ldk);
   }
@@ -120,13 +120,17 @@ inline void finish_pairs(const Problem& p, const Task& task, const Chunk& ch, co
   }
 }
 
-// to[s][j][NR] = the transpose of a lower triangular matrix in panels.
+// to[s][j][NR] = the transpose of a lower triangular matrix in panels; a symmetric one is completed in place (to = x).
 inline void transpose_lower(const Chunk& ch, float* x, float* to) {
   const int64_t n = (ch.c + NR - 1) / NR;
   for (int64_t s = 0; s < n; ++s) {
     if (ch.c < n * NR) memset(x + s * C * NR + ch.c * NR, 0, (n * NR - ch.c) * NR * 4);
-    for (int64_t i = s; i < n; ++i)
-      transpose(x + s * C * NR + i * NR * NR, NR, to + i * C * NR + s * NR * NR, NR, NR, NR);
+    for (int64_t i = s; i < n; ++i) {
+      float y[NR * NR], *block = x + s * C * NR + i * NR * NR, *back = to + i * C * NR + s * NR * NR;
+      transpose(block, NR, to == x && i == s ? y : back, NR, NR, NR);
+      if (to == x && i == s)
+        for (int64_t j = 0; j < NR * NR; j += W) store(block + j, load(block + j) + load(y + j));
+    }
   }
 }
 
@@ -135,7 +139,7 @@ inline void finish_keys(const Problem& p, const Chunk& ch, const Part* parts, in
                         const Finish& f, float* dqT, float* dkT, bool first) {
   const bool keys = p.delta || p.residual;
   transpose_lower(ch, f.dqk, f.dqkT);
-  if (keys) transpose_lower(ch, f.dkk, f.dkkT);
+  if (keys) transpose_lower(ch, f.dkk, f.dkk);
   for (int64_t s = 0; s * NR < ch.c; ++s) {
     const int64_t start = s * NR, end = least<int64_t>(ch.c, start + NR), panel = s * C * NR;
     const int64_t below = panel + start * NR, rows = ch.c - start;
@@ -149,10 +153,7 @@ inline void finish_keys(const Problem& p, const Chunk& ch, const Part* parts, in
       put(dqT + at, x);
       EACH(M, x.v[i][j] = add_parts(parts, step, blocks, &Part::dkT, at + i * NR + j * W));
       mul_columns(x, ch.q + start * p.ldk + d, p.ldk, f.dqk + below, rows);
-      if (keys) {
-        mul_columns(x, ch.k + start * p.ldk + d, p.ldk, f.dkk + below, rows);
-        mul_columns(x, ch.k + d, p.ldk, f.dkkT + panel, end);
-      }
+      if (keys) mul_columns(x, ch.k + d, p.ldk, f.dkk + panel, ch.c);
       if (!first) EACH(M, x.v[i][j] += load(dkT + at + i * NR + j * W));
       put(dkT + at, x);
     });
@@ -163,6 +164,7 @@ inline void finish_keys(const Problem& p, const Chunk& ch, const Part* parts, in
 inline void finish_rows(const Problem& p, const Task& task, const Chunk& ch, const Finish& f, const float* dT,
                         const float* x, const float* inverse, void* to) {
   const int64_t K = p.K, ldk = p.ldk, stride[3] = {p.a.T * p.a.H * K, p.a.H * K, K};
+  const bool whole = p.dtype == F32 && p.a.qk_norm && K % W == 0;  // rows that can be written where they belong
   for (int64_t s = 0; s * NR < ch.c; ++s)
     transpose(dT + s * K * NR, NR, f.row + s * NR * ldk, ldk, K, least<int64_t>(NR, ch.c - s * NR));
   for (int64_t i = 0; i < ch.c; ++i) {
@@ -172,9 +174,10 @@ inline void finish_rows(const Problem& p, const Task& task, const Chunk& ch, con
       // below eps the norm was a constant
       const V scale = splat(inverse[i] < 0 ? -inverse[i] : inverse[i]);
       const V along = splat(inverse[i] < 0 ? 0 : dot(row, x + i * ldk, ldk));
-      for (int64_t d = 0; d < ldk; d += W) store(row + d, scale * (load(row + d) - along * load(x + i * ldk + d)));
+      float* out = whole ? (float*)to + task.row(stride, ch.t + i, task.kh) : row;
+      for (int64_t d = 0; d < K; d += W) store(out + d, scale * (load(row + d) - along * load(x + i * ldk + d)));
     }
-    store_row(p.dtype, to, task.row(stride, ch.t + i, task.kh), row, K);
+    if (!whole) store_row(p.dtype, to, task.row(stride, ch.t + i, task.kh), row, K);
   }
 }
 
@@ -185,12 +188,17 @@ struct Lane {
   float *dqT[SEGMENT_CHUNKS], *dkT[SEGMENT_CHUNKS];
   float* adjoint;  // [G][S and R][state]
 
-  void carve(Arena& m, const Problem& p, int64_t blocks) {
+  void carve(Arena& m, const Problem& p, int64_t blocks, bool split) {
+    // of chunks that are finished one by one, parts and gradients share their memory
+    const bool parts_last = split || blocks > 1, keys_last = split || p.a.HV > p.a.H;
     for (int i = 0; i < SEGMENT_CHUNKS; ++i) {
       chunks[i].carve(m, p, true);
-      for (int64_t b = 0; b < blocks; ++b) parts[b][i].carve(m, p);
-      dqT[i] = m.floats(C * p.K);
-      dkT[i] = m.floats(C * p.K);
+      for (int64_t b = 0; b < blocks; ++b) {
+        if (i == 0 || parts_last) parts[b][i].carve(m, p);
+        else parts[b][i] = parts[b][0];
+      }
+      dqT[i] = i == 0 || keys_last ? m.floats(C * p.K) : dqT[0];
+      dkT[i] = i == 0 || keys_last ? m.floats(C * p.K) : dkT[0];
     }
     adjoint = m.floats(p.a.HV / p.a.H * 2 * p.state);
   }
@@ -218,10 +226,12 @@ struct Steps {
     if (p.a.dS0) unpack_state(p, d, state_of(p, p.a.dS0, t), s);
     if (p.a.dR0 && p.fitted) unpack_state(p, d + p.state, state_of(p, p.a.dR0, t), s);
   }
-  void sweep(Lane& l, const Task& t, int64_t segment, int64_t g, int64_t b, const Sweep& w) const {
+  template <class F>
+  void sweep(Lane& l, const Task& t, int64_t segment, int64_t g, int64_t b, const Sweep& w, F&& done) const {
     float* d = l.adjoint + g * 2 * p.state;
     int64_t first = first_panel(b);
-    sweep_segment(p, t, l.chunks, count(t, segment), l.parts[b], w, d, d + p.state, first, first_panel(b + 1) - first);
+    sweep_segment(p, t, l.chunks, count(t, segment), l.parts[b], w, d, d + p.state, first, first_panel(b + 1) - first,
+                  done);
   }
   void finish(Lane& l, const Task& t, int64_t g, int i, const Finish& f) const {
     const Chunk& ch = l.chunks[i];
@@ -234,13 +244,15 @@ struct Steps {
   }
 };
 
-inline void worker_scratch(const Problem& p, Sweep& w, Finish& f, int64_t strips) {
+inline void worker_scratch(const Problem& p, Sweep& w, Finish& f, Fetch& fetch, int64_t strips) {
   Arena m;
   for (int pass = 0; pass < 2; ++pass) {
     if (pass) m = Arena{scratch_own.get(m.used), 0};
     w.carve(m, p, strips);
     f.carve(m, p);
+    fetch = fetch_scratch(m, p);
   }
+  w.fetch = &fetch;
 }
 
 inline void backward_task(const Steps& steps, Lane& l, int64_t lane, const Sweep& w, const Finish& f) {
@@ -252,8 +264,8 @@ inline void backward_task(const Steps& steps, Lane& l, int64_t lane, const Sweep
       const Task t = steps.task(lane, g);
       const int count = steps.count(t, segment);
       for (int i = 0; i < count; ++i) prepare(p, t, l.chunks[i], segment * SEGMENT + i * C, true);
-      for (int64_t b = 0; b < steps.blocks; ++b) steps.sweep(l, t, segment, g, b, w);
-      for (int i = 0; i < count; ++i) steps.finish(l, t, g, i, f);
+      for (int64_t b = 0; b < steps.blocks; ++b)
+        steps.sweep(l, t, segment, g, b, w, [&](int i) { if (b + 1 == steps.blocks) steps.finish(l, t, g, i, f); });
     }
   }
   for (int64_t g = 0; g < steps.G; ++g)
@@ -270,7 +282,8 @@ inline void backward_split(const Steps& steps, Lane* lanes, int64_t count, int t
     FlushDenormals flush;
     Sweep w;
     Finish f;
-    worker_scratch(p, w, f, (p.strips + steps.blocks - 1) / steps.blocks);
+    Fetch fetch;
+    worker_scratch(p, w, f, fetch, (p.strips + steps.blocks - 1) / steps.blocks);
     const int64_t panels = count * steps.G * p.strips, chunks = count * SEGMENT_CHUNKS, blocks = count * steps.blocks;
 #pragma omp for
     for (int64_t i = 0; i < panels; ++i) {
@@ -289,7 +302,7 @@ inline void backward_split(const Steps& steps, Lane* lanes, int64_t count, int t
         for (int64_t i = 0; i < blocks; ++i) {
           const int64_t n = i / steps.blocks;
           const Task t = steps.task(n, g);
-          if (steps.count(t, segment)) steps.sweep(lanes[n], t, segment, g, i % steps.blocks, w);
+          if (steps.count(t, segment)) steps.sweep(lanes[n], t, segment, g, i % steps.blocks, w, [](int) {});
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < chunks; ++i) {
@@ -325,7 +338,7 @@ inline void backward(const Args& a) {
   Arena m;
   for (int pass = 0; pass < 2; ++pass) {
     if (pass) m = Arena{scratch_shared.get(m.used), 0};
-    for (int64_t i = 0; i < lanes; ++i) l[i].carve(m, p, steps.blocks);
+    for (int64_t i = 0; i < lanes; ++i) l[i].carve(m, p, steps.blocks, split);
   }
   if (split) {
     backward_split(steps, l, count, threads);
@@ -336,7 +349,8 @@ inline void backward(const Args& a) {
       FlushDenormals flush;
       Sweep w;
       Finish f;
-      worker_scratch(p, w, f, (p.strips + steps.blocks - 1) / steps.blocks);
+      Fetch fetch;
+      worker_scratch(p, w, f, fetch, (p.strips + steps.blocks - 1) / steps.blocks);
       for (;;) {
         int64_t i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
         if (i >= count) break;

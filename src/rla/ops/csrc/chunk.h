@@ -22,7 +22,7 @@ namespace RLA_ISA {
 #define RLA_CHUNK 32
 #endif
 constexpr int C = RLA_CHUNK;
-constexpr int SEGMENT = 256;  // backward starts from states saved every SEGMENT tokens
+constexpr int SEGMENT = 128;  // backward starts from states saved every SEGMENT tokens
 constexpr int CP = C / NR;    // panels of a chunk's tokens
 static_assert(C % NR == 0 && SEGMENT % C == 0, "a chunk is made of whole panels, a segment of whole chunks");
 static_assert(!AMX || C == 32, "products on AMX tiles have 32 rows");
@@ -125,6 +125,8 @@ struct Task {
   float* product(const Problem& p, int64_t n, int64_t s, int64_t t) const {
     return p.a.saved + (((h * p.strips + s) * p.kept + n) * p.tokens() + b * p.a.T + start + t) * NR;
   }
+  // Whether forward saves the states that the chunk at t begins with.
+  bool saves(int64_t t) const { return t > 0 && t < length && t % SEGMENT == 0; }
   // The states of segment s >= 1. Sequences cannot collide: one with l tokens has (l - 1) / SEGMENT of them.
   float* saved(const Problem& p, int64_t s) const {
     int64_t base = p.a.cu_seqlens ? start / SEGMENT : b * (segments() - 1);
@@ -165,38 +167,77 @@ struct Chunk {
   }
 };
 
-// Fetch share `part` of `parts` of the tokens from t on, up to `count` of them: rows far apart in memory, which the
-// hardware does not foresee.
-inline void prefetch_rows(const Problem& p, const Task& task, const void* x, const int64_t* stride, int64_t head,
-                          int64_t width, int64_t t, int64_t count, int64_t part, int64_t parts) {
-  const int64_t size = p.bytes(), end = least(count, task.length - t);
-  for (int64_t i = count * part / parts; i < least(end, count * (part + 1) / parts); ++i) {
-    const char* row = (const char*)x + task.row(stride, t + i, head) * size;
-    for (int64_t b = 0; b < width * size; b += 64) __builtin_prefetch(row + b, 0, 2);
-  }
+// Memory for the lines of fetch_forward or fetch_backward.
+inline Fetch fetch_scratch(Arena& m, const Problem& p) {
+  const int64_t rows = C * (4 * ((p.K * p.bytes() + 127) / 64) + 3 * ((p.V * p.bytes() + 127) / 64));
+  const int64_t kept = C * p.strips * p.kept * NR / 16, states = p.states() * p.state / 16;
+  return {(const char**)m.floats(2 * (rows + kept + states))};
 }
-// Inputs of the tokens from t on.
-inline void prefetch_tokens(const Problem& p, const Task& task, int64_t t, int64_t count, int64_t part, int64_t parts) {
+// Rows of the chunk at t, far apart in memory, which the hardware does not foresee.
+inline void fetch_rows(Fetch& f, const Problem& p, const Task& task, const void* x, const int64_t* stride, int64_t head,
+                       int64_t width, int64_t t) {
+  for (int64_t i = t; i < least(t + C, task.length); ++i)
+    f.add((const char*)x + task.row(stride, i, head) * p.bytes(), width * p.bytes());
+}
+// Inputs of the chunk at t, and what forward saves there.
+inline void fetch_inputs(Fetch& f, const Problem& p, const Task& task, int64_t t) {
   const Args& a = p.a;
+  fetch_rows(f, p, task, a.q, a.q_stride, task.kh, p.K, t);
+  fetch_rows(f, p, task, a.k, a.k_stride, task.kh, p.K, t);
+  fetch_rows(f, p, task, a.v, a.v_stride, task.h, p.V, t);
+  if (!a.saved) return;
+  for (int64_t s = 0; s < p.strips; ++s)
+    for (int64_t n = 0; n < p.kept; ++n) f.add(task.product(p, n, s, t), least<int64_t>(C, task.length - t) * NR * 4);
+}
+// What forward will touch in the chunk at t.
+inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t t) {
+  f.at = f.count = 0;
+  if (t >= task.length) return;
+  const int64_t o_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
+  fetch_inputs(f, p, task, t);
+  fetch_rows(f, p, task, p.a.o, o_stride, task.h, p.V, t);
+  if (p.a.saved && task.saves(t + C)) f.add(task.saved(p, (t + C) / SEGMENT), p.states() * p.state * 4);
+}
+// What backward will touch in the chunk at t, while it is at the one a segment later; there it is about to write dq and dk.
+inline void fetch_backward(Fetch& f, const Problem& p, const Task& task, int64_t t) {
+  const int64_t stride[3] = {p.a.T * p.a.H * p.K, p.a.H * p.K, p.K};
+  f.at = f.count = 0;
+  fetch_rows(f, p, task, p.a.dq, stride, task.kh, p.K, t + SEGMENT);
+  fetch_rows(f, p, task, p.a.dk, stride, task.kh, p.K, t + SEGMENT);
   if (t < 0) return;
-  prefetch_rows(p, task, a.q, a.q_stride, task.kh, p.K, t, count, part, parts);
-  prefetch_rows(p, task, a.k, a.k_stride, task.kh, p.K, t, count, part, parts);
-  prefetch_rows(p, task, a.v, a.v_stride, task.h, p.V, t, count, part, parts);
-  if (a.dout) prefetch_rows(p, task, a.dout, a.dout_stride, task.h, p.V, t, count, part, parts);
+  fetch_inputs(f, p, task, t);
+  fetch_rows(f, p, task, p.a.dout, p.a.dout_stride, task.h, p.V, t);
+  if (t % SEGMENT == 0 && t) f.add(task.saved(p, t / SEGMENT), p.states() * p.state * 4);
 }
 
 // x[i] = row i of q or k, normalised; inverse[i] = 1 / max(norm, eps), with a minus sign where eps was larger.
 inline void load_keys(const Problem& p, const Task& task, const Chunk& ch, const void* source, const int64_t* stride,
                       float* x, float* inverse) {
+  const bool whole = p.dtype == F32 && p.K % W == 0;  // rows that can be read where they are
+  float squares[C];
   for (int64_t i = 0; i < ch.c; ++i) {
     float* row = x + i * p.ldk;
-    load_row(p.dtype, source, task.row(stride, ch.t + i, task.kh), row, p.K);
+    const int64_t at = task.row(stride, ch.t + i, task.kh);
+    V s = V{};
+    if (whole) {
+      for (int64_t d = 0; d < p.K; d += W) {
+        const V y = load((const float*)source + at + d);
+        s += y * y;
+        store(row + d, y);
+      }
+    } else {
+      load_row(p.dtype, source, at, row, p.K);
+    }
     for (int64_t d = p.K; d < p.ldk; ++d) row[d] = 0;
-    if (!p.a.qk_norm) continue;
-    float norm = sqrtf(dot(row, row, p.ldk));
+    squares[i] = whole ? sum(s) : dot(row, row, p.ldk);
+  }
+  if (!p.a.qk_norm) return;
+  for (int64_t i = 0; i < ch.c; ++i) {
+    float* row = x + i * p.ldk;
+    const float norm = sqrtf(squares[i]);
     inverse[i] = norm < NORM_EPS ? -1 / NORM_EPS : 1 / norm;
     V scale = splat(norm < NORM_EPS ? 1 / NORM_EPS : 1 / norm);
-    for (int64_t d = 0; d + W <= p.ldk; d += W) store(row + d, load(row + d) * scale);
+    for (int64_t d = 0; d < p.K; d += W) store(row + d, load(row + d) * scale);
     if (p.K == 1 && norm >= NORM_EPS) row[0] = row[0] < 0 ? -1 : 1;  // exact, so that its gradient is exactly zero
   }
 }

@@ -27,6 +27,7 @@ struct Strip {
   float *x, *y, *e;
   float *kS = nullptr, *kR = nullptr;  // null in a forward that keeps nothing
   float *rkS = nullptr, *rkR = nullptr, *qS = nullptr, *qR = nullptr;  // with AMX: k S ... q R without the norms of q and k
+  Fetch fetch;  // inputs of a later chunk
   // kS and kR are those that forward keeps for backward, if it does.
   void keep(const Problem& p, const Task& task, const Chunk& ch, int64_t s) {
     if (p.kept > 0) kS = task.product(p, 0, s, ch.t);
@@ -40,18 +41,18 @@ inline uint16_t* operand_of(const Problem& p, float* S) { return (uint16_t*)(S +
 // x = rows of q or k times a panel of a state. With AMX `ready` holds the product without the norms.
 template <int M>
 INLINE void times_state(Tile<M>& x, const Problem& p, const float* rows, const float* S, const float* ready,
-                        const float* inverse) {
+                        const float* inverse, Fetch& fetch) {
   if constexpr (AMX) {
     get(x, ready);
     scale_rows(x, inverse);
   } else {
     clear(x);
-    mul_rows(x, rows, p.ldk, S, p.K);
+    mul_rows(x, rows, p.ldk, S, p.K, fetch);
   }
 }
 
 template <bool BACKWARD, int M>
-INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, const Strip& st, const float* S,
+INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Strip& st, const float* S,
                        const float* R, int64_t s, int64_t i0) {
   const Args& a = p.a;
   const int64_t ldk = p.ldk, at = i0 * NR, columns = p.V - s * NR;
@@ -62,7 +63,7 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, cons
     if (BACKWARD && p.kept) {
       get(ks, st.kS + at);
     } else {
-      times_state(ks, p, k, S, st.rkS + at, ch.ik + i0);
+      times_state(ks, p, k, S, st.rkS + at, ch.ik + i0, st.fetch);
       if (st.kS) put(st.kS + at, ks);
     }
   }
@@ -91,7 +92,7 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, cons
       if (BACKWARD && p.kept) {
         get(x, st.kR + at);
       } else {
-        times_state(x, p, k, R, st.rkR + at, ch.ik + i0);
+        times_state(x, p, k, R, st.rkR + at, ch.ik + i0, st.fetch);
         if (st.kR) put(st.kR + at, x);
       }
       EACH(M, x.v[i][j] = splat(E[i]) * x.v[i][j] - r.v[i][j]);
@@ -108,10 +109,10 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, cons
   }
   if (BACKWARD) return;
   Tile<M> o;
-  times_state(o, p, q, S, st.qS + at, ch.iq + i0);
+  times_state(o, p, q, S, st.qS + at, ch.iq + i0, st.fetch);
   scale_rows(o, ch.eu + i0);
   if (p.fitted) {
-    times_state(x, p, q, R, st.qR + at, ch.iq + i0);
+    times_state(x, p, q, R, st.qR + at, ch.iq + i0, st.fetch);
     EACH(M, o.v[i][j] += splat(E[i] * ch.go[i0 + i]) * x.v[i][j]);
     mul_sum<2>(o, {ch.Au + i0 * C, ch.Ag + i0 * C}, C, 1, {st.u, st.w}, i0);
     mul_lower<0>(o, ch.Ag + i0 * C + i0, C, st.w + at);
@@ -128,13 +129,13 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, cons
 }
 
 // to = decay * from + k^T u, one panel [K][NR].
-inline void absorb(const Problem& p, const Chunk& ch, const float* from, float* to, const float* u) {
+inline void absorb(const Problem& p, const Chunk& ch, const float* from, float* to, const float* u, Fetch& fetch) {
   tiles(p.K, [&](auto m, int64_t d) {
     constexpr int M = decltype(m)::value;
     Tile<M> x;
     V decay = splat(ch.decay);
     EACH(M, x.v[i][j] = decay * load(from + (d + i) * NR + j * W));
-    mul_columns(x, ch.k + d, p.ldk, u, ch.c);
+    mul_columns(x, ch.k + d, p.ldk, u, ch.c, fetch);
     put(to + d * NR, x);
   });
 }
@@ -172,22 +173,23 @@ inline void absorb_tiles(const Problem& p, const Chunk& ch, float* S, const floa
 }
 
 template <bool BACKWARD>
-inline void strip_tiles(const Problem& p, const Task& task, const Chunk& ch, const Strip& st, const float* S,
+inline void strip_tiles(const Problem& p, const Task& task, const Chunk& ch, Strip& st, const float* S,
                         const float* R, int64_t s) {
   tiles(ch.c, [&](auto m, int64_t i0) {
     strip_tile<BACKWARD, decltype(m)::value>(p, task, ch, st, S, R, s, i0);
   });
 }
 
-// One chunk of panel s forward; the states' panels S and R are updated in place.
+// One chunk of panel s forward; the states' panels S and R are updated, in place but for those that are saved for backward:
+// the chunk before a segment leaves them where they are saved, and the next one finds them there.
 inline void forward_strip(const Problem& p, const Task& task, const Chunk& ch, Strip& st, float* S, float* R, int64_t s) {
   if (p.a.saved) st.keep(p, task, ch, s);
-  if (p.a.saved && ch.t > 0 && ch.t % SEGMENT == 0) {
-    float* to = task.saved(p, ch.t / SEGMENT) + s * p.K * NR;
-    memcpy(to, S, p.K * NR * 4);
-    if (p.fitted) memcpy(to + p.state, R, p.K * NR * 4);
-  }
+  auto saved = [&](int64_t t) { return p.a.saved && task.saves(t) ? task.saved(p, t / SEGMENT) + s * p.K * NR : nullptr; };
   if constexpr (AMX) {
+    if (float* to = saved(ch.t)) {
+      memcpy(to, S, p.K * NR * 4);
+      if (p.fitted) memcpy(to + p.state, R, p.K * NR * 4);
+    }
     const uint16_t *bS = operand_of(p, S), *bR = operand_of(p, R);
     amx_multiply(st.qS, NR, ch.q16, bS, p.blocks);
     if (p.delta || p.residual) amx_multiply(st.rkS, NR, ch.k16, bS, p.blocks);
@@ -197,9 +199,11 @@ inline void forward_strip(const Problem& p, const Task& task, const Chunk& ch, S
     absorb_tiles(p, ch, S, st.uL);
     if (p.fitted) absorb_tiles(p, ch, R, st.wL);
   } else {
-    strip_tiles<false>(p, task, ch, st, S, R, s);
-    absorb(p, ch, S, S, st.uL);
-    if (p.fitted) absorb(p, ch, R, R, st.wL);
+    const float *from = saved(ch.t), *S_in = from ? from : S, *R_in = from ? from + p.state : R;
+    float *to = saved(ch.t + C), *S_out = to ? to : S, *R_out = to ? to + p.state : R;
+    strip_tiles<false>(p, task, ch, st, S_in, R_in, s);
+    absorb(p, ch, S_in, S_out, st.uL, st.fetch);
+    if (p.fitted) absorb(p, ch, R_in, R_out, st.wL, st.fetch);
   }
 }
 
@@ -234,6 +238,7 @@ inline void forward_task(const Problem& p, const Task& task) {
     if (pass) m = Arena{scratch_own.get(m.used), 0};
     ch.carve(m, p, false);
     st = forward_scratch(m);
+    st.fetch = fetch_scratch(m, p);
     S = m.floats(p.strips * p.panel);
     R = m.floats(p.strips * p.panel);
   }
@@ -243,10 +248,8 @@ inline void forward_task(const Problem& p, const Task& task) {
   }
   for (int64_t t = 0; t < task.length; t += C) {
     prepare(p, task, ch, t, false);
-    for (int64_t s = 0; s < p.strips; ++s) {
-      prefetch_tokens(p, task, t + C, C, s, p.strips);
-      forward_strip(p, task, ch, st, S + s * p.panel, R + s * p.panel, s);
-    }
+    fetch_forward(st.fetch, p, task, t + C);
+    for (int64_t s = 0; s < p.strips; ++s) forward_strip(p, task, ch, st, S + s * p.panel, R + s * p.panel, s);
   }
   for (int64_t s = 0; s < p.strips; ++s) {
     unpack_state(p, S + s * p.panel, state_of(p, p.a.S, task), s);

@@ -39,12 +39,14 @@ enum { SUM_BETA, SUM_GAMMA, SUM_E, SUM_EP, SUM_R, SUMS };
 struct Sweep {
   float *u[SEGMENT_CHUNKS], *w[SEGMENT_CHUNKS], *x[SEGMENT_CHUNKS], *y[SEGMENT_CHUNKS], *e[SEGMENT_CHUNKS],
       *kS[SEGMENT_CHUNKS], *kR[SEGMENT_CHUNKS];  // the last two are not used where forward has kept them
-  float *S[SEGMENT_CHUNKS], *R[SEGMENT_CHUNKS];  // incoming states of the chunks, panels of the block's columns
+  float *S[SEGMENT_CHUNKS], *R[SEGMENT_CHUNKS];  // incoming states of the chunks, panels of the block's columns; the first of a
+                                                 // later segment are those that forward has saved
   float *uL, *wL;                                // [C][NR]
   float *dout, *dou, *dow;                       // do times 1, eu, E go
   float *nz, *ny, *dp, *dkS, *dkR;               // nz = -gamma z, ny = -beta y
   float *doutT, *uT, *wT, *dkST, *dkRT;          // [CP][columns][NR]
   float* sums;                                   // [SUMS][C][W]
+  Fetch* fetch;                                  // inputs of the segment before
 
   void carve(Arena& m, const Problem& p, int64_t strips) {
     int64_t n = strips * C * NR;
@@ -63,7 +65,9 @@ struct Sweep {
   // Panel s of the block, which is panel first + s of all.
   Strip strip(const Problem& p, const Task& task, const Chunk& ch, int i, int64_t first, int64_t s) const {
     int64_t at = s * C * NR;
-    Strip st = {u[i] + at, w[i] + at, uL, wL, x[i] + at, y[i] + at, e[i] + at, kS[i] + at, kR[i] + at};
+    Strip st = {};
+    st.u = u[i] + at, st.w = w[i] + at, st.uL = uL, st.wL = wL;
+    st.x = x[i] + at, st.y = y[i] + at, st.e = e[i] + at, st.kS = kS[i] + at, st.kR = kR[i] + at;
     st.keep(p, task, ch, first + s);
     return st;
   }
@@ -98,7 +102,7 @@ INLINE void sweep_tile(const Problem& p, const Task& task, const Chunk& ch, cons
   Tile<M> x, de, dkS;
   if (p.fitted) {
     clear(x);
-    mul_rows(x, k, ldk, dR, K);
+    mul_rows(x, k, ldk, dR, K, *w.fetch);
     scale_rows(x, ch.L + j0);
     mul_lower_transposed<0>(x, ch.Ag + diagonal, C, dout);
     if (!p.delta) {
@@ -134,7 +138,7 @@ INLINE void sweep_tile(const Problem& p, const Task& task, const Chunk& ch, cons
     clear(dkS);
   }
   clear(x);
-  mul_rows(x, k, ldk, dS, K);
+  mul_rows(x, k, ldk, dS, K, *w.fetch);
   scale_rows(x, ch.L + j0);
   if (p.residual) {
     mul_lower_transposed<1>(x, ch.Au + diagonal, C, dout);
@@ -205,23 +209,23 @@ inline void sweep_keys(const Problem& p, const Chunk& ch, const Sweep& w, const 
       const int64_t at = s * NR, b = s * columns * NR, t = s * p.K * NR;
       Tile<M> x, y;
       clear(x);
-      mul_panels(x, S + d * NR, step, w.doutT + b, strips);
+      mul_panels(x, S + d * NR, step, w.doutT + b, strips, *w.fetch);
       add_lanes(qS[s], M, x.v, ch.qT + t + d * NR);
       EACH(M, x.v[i][j] *= load(ch.eu + at + j * W));
       if (p.fitted) {
         clear(y);
-        mul_panels(y, R + d * NR, step, w.doutT + b, strips);
+        mul_panels(y, R + d * NR, step, w.doutT + b, strips, *w.fetch);
         add_lanes(qR[s], M, y.v, ch.qT + t + d * NR);
         EACH(M, x.v[i][j] += y.v[i][j] * (load(ch.E + at + j * W) * load(ch.go + at + j * W)));
       }
       put(part.dqT + t + d * NR, x);
       clear(x);
-      mul_panels(x, dS + d * NR, step, w.uT + b, strips);
-      if (p.fitted) mul_panels(x, dR + d * NR, step, w.wT + b, strips);
+      mul_panels(x, dS + d * NR, step, w.uT + b, strips, *w.fetch);
+      if (p.fitted) mul_panels(x, dR + d * NR, step, w.wT + b, strips, *w.fetch);
       add_lanes(kd[s], M, x.v, ch.kT + t + d * NR);
       EACH(M, x.v[i][j] *= load(ch.L + at + j * W));
-      if (p.delta || p.residual) mul_panels(x, S + d * NR, step, w.dkST + b, strips);
-      if (p.delta && p.fitted) mul_panels(x, R + d * NR, step, w.dkRT + b, strips);
+      if (p.delta || p.residual) mul_panels(x, S + d * NR, step, w.dkST + b, strips, *w.fetch);
+      if (p.delta && p.fitted) mul_panels(x, R + d * NR, step, w.dkRT + b, strips, *w.fetch);
       put(part.dkT + t + d * NR, x);
     }
   });
@@ -294,61 +298,63 @@ inline void transpose_panels(const Chunk& ch, const float* x, float* to, int64_t
 }
 
 // A segment of chunks in the columns of panels first .. first + strips - 1. dS, dR: the task's adjoints, all panels.
+// done(i) is called when parts[i] is complete, from the last chunk to the first.
+template <class F>
 inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunks, int count, const Part* parts,
-                          const Sweep& w, float* dS, float* dR, int64_t first, int64_t strips) {
+                          const Sweep& w, float* dS, float* dR, int64_t first, int64_t strips, F&& done) {
   const int64_t size = p.K * NR, segment = chunks[0].t / SEGMENT;
   dS += first * size;
   dR += first * size;
+  const float *S[SEGMENT_CHUNKS], *R[SEGMENT_CHUNKS];
+  for (int i = 0; i < count; ++i) S[i] = w.S[i], R[i] = w.R[i];
   if (segment == 0) {
     for (int64_t s = 0; s < strips; ++s) {
       pack_state(p, state_of(p, p.a.S0, task), w.S[0] + s * size, first + s);
       if (p.fitted) pack_state(p, state_of(p, p.a.R0, task), w.R[0] + s * size, first + s);
     }
   } else {
-    const float* from = task.saved(p, segment) + first * size;
-    memcpy(w.S[0], from, strips * size * 4);
-    if (p.fitted) memcpy(w.R[0], from + p.state, strips * size * 4);
+    S[0] = task.saved(p, segment) + first * size;
+    R[0] = S[0] + p.state;
   }
   for (int i = 0; i < count; ++i) {
     for (int64_t s = 0; s < strips; ++s) {
-      const Strip st = w.strip(p, task, chunks[i], i, first, s);
-      strip_tiles<true>(p, task, chunks[i], st, w.S[i] + s * size, w.R[i] + s * size, first + s);
+      Strip st = w.strip(p, task, chunks[i], i, first, s);
+      strip_tiles<true>(p, task, chunks[i], st, S[i] + s * size, R[i] + s * size, first + s);
       if (i + 1 == count) continue;
-      absorb(p, chunks[i], w.S[i] + s * size, w.S[i + 1] + s * size, st.uL);
-      if (p.fitted) absorb(p, chunks[i], w.R[i] + s * size, w.R[i + 1] + s * size, st.wL);
+      absorb(p, chunks[i], S[i] + s * size, w.S[i + 1] + s * size, st.uL, st.fetch);
+      if (p.fitted) absorb(p, chunks[i], R[i] + s * size, w.R[i + 1] + s * size, st.wL, st.fetch);
     }
   }
   for (int i = count - 1; i >= 0; --i) {
     const Chunk& ch = chunks[i];
     const Part& part = parts[i];
     memset(w.sums, 0, SUMS * C * W * 4);
-    for (int64_t s = 0; s < strips; ++s) {
-      prefetch_tokens(p, task, ch.t - SEGMENT, C, first + s, p.strips);
-      for (int64_t d = 0; d < size; d += 16) {  // for sweep_keys, which reads them across the panels
-        __builtin_prefetch(w.S[i] + s * size + d, 0, 2);
-        if (p.fitted) __builtin_prefetch(w.R[i] + s * size + d, 0, 2);
-      }
+    fetch_backward(*w.fetch, p, task, ch.t - SEGMENT);
+    for (int64_t s = 0; s < strips; ++s)
       sweep_strip(p, task, ch, w, w.strip(p, task, ch, i, first, s), dS + s * size, dR + s * size, s * C * NR, first + s);
-    }
     float* const sums[SUMS] = {part.beta, part.gamma, part.E, part.Ep, part.r};
     for (int n = 0; n < SUMS; ++n)
-      for (int64_t t = 0; t < C; ++t) sums[n][t] = sum(load(w.sums + (n * C + t) * W));
+      for (int64_t t = 0; t < C; t += 4) {
+        const float* x = w.sums + (n * C + t) * W;
+        sum4(load(x), load(x + W), load(x + 2 * W), load(x + 3 * W), sums[n] + t);
+      }
     transpose_panels(ch, w.dout, w.doutT, strips);
     transpose_panels(ch, w.u[i], w.uT, strips);
     if (p.fitted) transpose_panels(ch, w.w[i], w.wT, strips);
     if (p.delta || p.residual) transpose_panels(ch, w.dkS, w.dkST, strips);
     if (p.delta && p.fitted) transpose_panels(ch, w.dkR, w.dkRT, strips);
-    sweep_keys(p, ch, w, part, w.S[i], w.R[i], dS, dR, strips);
+    sweep_keys(p, ch, w, part, S[i], R[i], dS, dR, strips);
     sweep_pairs(p, ch, w, part, strips);
     float state = 0;
     for (int64_t s = 0; s < strips; ++s) {
       const int64_t at = s * C * NR;
-      state += absorb_adjoint(p, ch, w.S[i] + s * size, dS + s * size, w.dou + at,
+      state += absorb_adjoint(p, ch, S[i] + s * size, dS + s * size, w.dou + at,
                               p.delta || p.residual ? w.dkS + at : nullptr);
       if (p.fitted)
-        state += absorb_adjoint(p, ch, w.R[i] + s * size, dR + s * size, w.dow + at, p.delta ? w.dkR + at : nullptr);
+        state += absorb_adjoint(p, ch, R[i] + s * size, dR + s * size, w.dow + at, p.delta ? w.dkR + at : nullptr);
     }
     part.state[0] = state;
+    done(i);
   }
 }
 

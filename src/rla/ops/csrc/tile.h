@@ -43,26 +43,50 @@ template <int M> INLINE void put(float* p, const Tile<M>& c, const float* scale)
 }
 template <int M> INLINE void scale_rows(Tile<M>& c, const float* s) { EACH(M, c.v[i][j] *= splat(s[i])); }
 
+// Memory that will be needed: its lines are asked for one by one in the middle of products. Asked for all at once they
+// would wait for each other, and the products for them.
+struct Fetch {
+  const char** lines = nullptr;
+  int64_t count = 0, at = 0;
+
+  void add(const void* p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) lines[count++] = (const char*)p + i;
+  }
+  INLINE void next() {
+    if (at < count) __builtin_prefetch(lines[at++], 0, 2);
+  }
+};
+struct NoFetch {
+  INLINE void next() {}
+};
+constexpr int64_t FETCH = 8;  // steps of a product between two lines
+
 // c += a b:  a[i * si + n * sn] is the left operand, b the panel [depth][NR].
-template <int M> INLINE void mul(Tile<M>& c, const float* a, int64_t si, int64_t sn, const float* b, int64_t depth) {
+template <int M, class F = NoFetch>
+INLINE void mul(Tile<M>& c, const float* a, int64_t si, int64_t sn, const float* b, int64_t depth, F&& fetch = {}) {
   Tile<M> t = c;
-  for (int64_t n = 0; n < depth; ++n) {
-    V b0 = load(b), b1 = load(b + W);
-    unroll<M>([&](auto i) __attribute__((always_inline)) {
-      V x = splat(a[i * si]);
-      t.v[i][0] += x * b0;
-      t.v[i][1] += x * b1;
-    });
-    a += sn;
-    b += NR;
+  for (int64_t m = 0; m < depth; m += FETCH) {
+    fetch.next();
+    for (int64_t n = least(FETCH, depth - m); n; --n) {
+      V b0 = load(b), b1 = load(b + W);
+      unroll<M>([&](auto i) __attribute__((always_inline)) {
+        V x = splat(a[i * si]);
+        t.v[i][0] += x * b0;
+        t.v[i][1] += x * b1;
+      });
+      a += sn;
+      b += NR;
+    }
   }
   c = t;
 }
-template <int M> INLINE void mul_rows(Tile<M>& c, const float* a, int64_t ld, const float* b, int64_t depth) {
-  mul(c, a, ld, 1, b, depth);
+template <int M, class F = NoFetch>
+INLINE void mul_rows(Tile<M>& c, const float* a, int64_t ld, const float* b, int64_t depth, F&& fetch = {}) {
+  mul(c, a, ld, 1, b, depth, fetch);
 }
-template <int M> INLINE void mul_columns(Tile<M>& c, const float* a, int64_t ld, const float* b, int64_t depth) {
-  mul(c, a, 1, ld, b, depth);
+template <int M, class F = NoFetch>
+INLINE void mul_columns(Tile<M>& c, const float* a, int64_t ld, const float* b, int64_t depth, F&& fetch = {}) {
+  mul(c, a, 1, ld, b, depth, fetch);
 }
 
 // c += a[0] b[0] + a[1] b[1] + ...: one loop for products of the same depth, each too short for a loop of its own.
@@ -85,12 +109,13 @@ INLINE void mul_sum(Tile<M>& c, const float* const (&a)[N], int64_t si, int64_t 
 }
 
 // c += a b where a is given by panels [rows][NR], `a_step` apart, and b has NR rows for each of them.
-template <int M>
-INLINE void mul_panels(Tile<M>& c, const float* a, int64_t a_step, const float* b, int64_t count) {
+template <int M, class F = NoFetch>
+INLINE void mul_panels(Tile<M>& c, const float* a, int64_t a_step, const float* b, int64_t count, F&& fetch = {}) {
   Tile<M> t = c;
   for (int64_t s = 0; s < count; ++s) {
     const float* x = a;
     for (int64_t n = 0; n < NR; ++n) {
+      if (n % FETCH == 0) fetch.next();
       V b0 = load(b), b1 = load(b + W);
       unroll<M>([&](auto i) __attribute__((always_inline)) {
         V y = splat(x[i * NR]);
