@@ -44,6 +44,13 @@ def _multiply(a, b, c, N: tl.constexpr, PRECISION: tl.constexpr = "ieee"):
 
 
 @triton.jit
+def _multiply_batch(a, b, c, G: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    at = tl.arange(0, G)[:, None, None] * (N * N) + i[None, :, None] * N + i[None, None, :]
+    tl.store(c + at, tl.dot(tl.load(a + at), tl.load(b + at), input_precision="tf32x3"))
+
+
+@triton.jit
 def _double(x, y, N: tl.constexpr):
     at = tl.program_id(0) * N + tl.arange(0, N)
     value = tl.load(x + at)
@@ -92,6 +99,13 @@ def test_float32_dots_lose_what_their_precision_loses(precision, low, high):
     assert low <= rmse_ratio(c, a.double() @ b.double()) <= high
 
 
+def test_dots_come_in_batches():
+    a, b = torch.randn(2, 4, 16, 16)
+    c = torch.zeros(4, 16, 16)
+    _multiply_batch[(1,)](a, b, c, 4, 16)
+    assert rmse_ratio(c, a.double() @ b.double()) <= 5e-7
+
+
 def test_bfloat16_arithmetic_is_refused():
     with pytest.raises(Exception, match="add of bfloat16"):
         _double[(1,)](torch.ones(16).bfloat16(), torch.ones(16).bfloat16(), 16)
@@ -112,8 +126,10 @@ def test_counts_are_exact():
     with triton_interpreter.counted() as works:
         _double[(4,)](torch.zeros(64), torch.zeros(64), 16)
         _multiply[(1,)](*torch.zeros(3, 32, 32), 32)
+        _multiply_batch[(1,)](*torch.zeros(3, 4, 16, 16), 4, 16)
     assert (works["_double"].read, works["_double"].written, works["_double"].flops) == (256, 256, 0)
     assert (works["_multiply"].flops, works["_multiply"].read) == (2 * 32**3, 2 * 4 * 32**2)
+    assert works["_multiply_batch"].flops == 4 * 2 * 16**3
 
 
 @pytest.mark.parametrize("name", SCALAR)
@@ -134,6 +150,15 @@ def test_sizes(K, V, dtype):
     """All blocks of key channels, exact and not."""
     with triton_interpreter.watched():
         assert_agrees(ALL["rdn"], Case(B=1, T=70, H=1, K=K, V=V, state=True), "triton", dtype)
+
+
+@pytest.mark.parametrize("name", ("sgla", "rla", "rdn"))
+def test_float32_tiles_of_amd_gpus(name, monkeypatch):
+    """States as separate tiles of key channels, which float32 has on AMD GPUs alone."""
+    monkeypatch.setattr(launch, "target", lambda: ("hip", 0))
+    assert config.configure(40, 24, 4, "hip").scan.groups == 1 < config.configure(40, 24, 4, "cpu").scan.groups
+    with triton_interpreter.watched():
+        assert_agrees(ALL[name], Case(B=1, T=70, H=1, K=40, V=24, state=True), "triton", torch.float32)
 
 
 @pytest.mark.parametrize("lengths", (None, (150, 3, 0, 200)), ids=("dense", "packed"))

@@ -51,16 +51,16 @@ def locate(cu, slot, N, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def read(at, i, rows, stride, j, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows i < rows and columns j < COLUMNS of a tile whose rows are `stride` apart; 0 elsewhere.
+    """Rows i < rows and columns j < COLUMNS of a tile whose rows are `stride` apart; 0 elsewhere. Columns [G, n]: G tiles.
 
     `at` is a scalar, with what may exceed 32 bits in it; offsets within the tile are 32 bits, and the mask on columns is left
     out where blocks fit exactly: both save registers.
     """
-    pointers = at + i[:, None] * stride + j[None, :]
+    pointers = at + i[:, None] * stride + tl.expand_dims(j, -2)
     if COLUMNS % BLOCK == 0:
         x = tl.load(pointers, mask=(i < rows)[:, None], other=0.0)
     else:
-        x = tl.load(pointers, mask=(i < rows)[:, None] & (j < COLUMNS)[None, :], other=0.0)
+        x = tl.load(pointers, mask=(i < rows)[:, None] & tl.expand_dims(j < COLUMNS, -2), other=0.0)
     return x
 
 
@@ -81,11 +81,11 @@ def read_t(at, i, rows, stride, j, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     A tile that one dot wants as it is and another transposed is read twice, from cache the second time: else it would stay in
     registers between the two.
     """
-    pointers = at + i[None, :] * stride + j[:, None]
+    pointers = at + i[None, :] * stride + tl.expand_dims(j, -1)
     if COLUMNS % BLOCK == 0:
         x = tl.load(pointers, mask=(i < rows)[None, :], other=0.0)
     else:
-        x = tl.load(pointers, mask=(i < rows)[None, :] & (j < COLUMNS)[:, None], other=0.0)
+        x = tl.load(pointers, mask=(i < rows)[None, :] & tl.expand_dims(j < COLUMNS, -1), other=0.0)
     return x
 
 

@@ -73,7 +73,10 @@ class _Problem:
         if self.cu is not None:
             self.N = self.cu.shape[0] - 1
             self.cu = self.cu.to(self.q.device).contiguous()
-        self.config: Config = configure(self.K, self.V, self.q.element_size(), *target())
+        self.config: Config = configure(
+            self.K, self.V, self.q.element_size(), *target(),
+            additive=self.method.rule == "additive", residual=self.method.has_residual,
+        )  # fmt: skip
         self.segment = segment(self.K, self.V, self.q.element_size(), 1 + self.method.has_R)
         self.C = self.config.C
         switches = _switches(self.method)
@@ -145,7 +148,7 @@ class _Problem:
             scan, programs * self.HV * blocks, tile,
             self.qn, self.k_scan, self.v, self.beta, self.gamma, self.mats, self.vecs,
             self.S0, self.R0, saved, self.cu, *outputs, *traces,
-            self.N, self.T, self.HV, float(self.method.clip), BV=tile.BV, SEGMENT=self.segment,
+            self.N, self.T, self.HV, float(self.method.clip), BV=tile.BV, GROUPS=tile.groups, SEGMENT=self.segment,
             HAS_STATE=self.S0 is not None, without=("HAS_ALPHA",), **modes,
         )  # fmt: skip
 
@@ -209,7 +212,7 @@ def backward(
     p.run(
         reverse, p.N * p.HV * triton.cdiv(p.V, tile.BV), tile,
         p.qn, p.kn, do, p.beta, p.gamma, p.mats, p.vecs, slopes, dS, dR, p.cu, dS0, dR0, adjoints, y, z, dv,
-        p.T, p.HV, BV=tile.BV, HAS_STATE=S0 is not None, without=("HAS_ALPHA", "FINE"),
+        p.T, p.HV, BV=tile.BV, GROUPS=tile.groups, HAS_STATE=S0 is not None, without=("HAS_ALPHA", "FINE"),
     )  # fmt: skip
 
     dgates = [None if x is None else torch.empty_like(x) for x in p.gates]
@@ -217,7 +220,7 @@ def backward(
     parts = q.new_empty(slots, p.HV, 3, 3, p.C, dtype=torch.float32)
     dqs, dks = (q.new_empty(p.B, p.T, p.HV, p.K) for _ in range(2))
     for query, dxs in ((True, dqs), (False, dks)):
-        tile = p.config.between
+        tile = p.config.between_q if query else p.config.between_k
         p.run(
             between, slots * p.HV, tile,
             do, *p.gates, p.mats, p.vecs, x, xw, y, z, dv, p.cu, dmats, parts, dgates[1], p.N, p.T, p.HV,

@@ -43,6 +43,7 @@ def reverse(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    GROUPS: tl.constexpr,
     C: tl.constexpr,
     GROUP: tl.constexpr,
     NM: tl.constexpr,
@@ -65,10 +66,10 @@ def reverse(
     slot = slot_of(first, n, T, C, PACKED)
     i, iv = tl.arange(0, C), pid % NV * BV + tl.arange(0, BV)
     own = (n.to(tl.int64) * HV + h) * K * V
-    S = load_states(dS_out + own, iv, K, V, BK, BV)
-    R = no_states(K, BK, BV)
+    S = load_states(dS_out + own, iv, K, V, BK, BV, GROUPS)
+    R = no_states(K, BK, BV, GROUPS)
     if FITTED:
-        R = load_states(dR_out + own, iv, K, V, BK, BV)
+        R = load_states(dR_out + own, iv, K, V, BK, BV, GROUPS)
 
     H: tl.constexpr = HV // GROUP
     chunks = tl.cdiv(last - first, C).to(tl.int32)
@@ -82,11 +83,11 @@ def reverse(
         chunk = (slot + c) * HV + h
         mat = mats + chunk * (NM * C * C)
         at_state = adjoints + chunk * NS * K * V
-        store_states(at_state, S, iv, K, V, BK, BV)
+        store_states(at_state, S, iv, K, V, BK, BV, GROUPS)
         if FITTED:
-            store_states(at_state + K * V, R, iv, K, V, BK, BV)
+            store_states(at_state + K * V, R, iv, K, V, BK, BV, GROUPS)
         kdS, kdR, _, _ = views(
-            k + at_key, q + at_key, i, rows, H * K, S, R, C, K, BK, BV,
+            k + at_key, q + at_key, i, rows, H * K, S, R, C, K, BK, BV, GROUPS,
             True, FITTED, False, False, False, PRECISION,
         )  # fmt: skip
         alpha, E_, L, d, E_C = vectors(vecs, chunk, i, C)
@@ -114,10 +115,14 @@ def reverse(
                 z = tl.dot(Qt, (alpha[:, None] * doc).to(k.dtype.element_ty), input_precision=PRECISION) + gz + L[:, None] * kdR
                 from_R = (E[:, None] * doc).to(k.dtype.element_ty)
                 gz = g[:, None] * z
-        S, R = absorb(
-            q + at_key, i, rows, H * K, E_C, from_S, from_S, from_R, S, R,
-            K, BK, FITTED, False, PRECISION,
-        )  # fmt: skip
+        # Registers decide where q^T is added: here for tiles of their own, beside k^T for groups of them.
+        q_S = from_S
+        q_R = from_R
+        if GROUPS == 1:
+            S, R = absorb(
+                q + at_key, i, rows, H * K, E_C, q_S, q_S, q_R, S, R,
+                K, BK, GROUPS, FITTED, False, PRECISION,
+            )  # fmt: skip
         if DELTA or RESIDUAL:
             Gt = square_t(mat + C * C, i, C)
             from_S = tl.zeros([C, BV], tl.float32)
@@ -138,6 +143,11 @@ def reverse(
             by = tl.dot(square_t(mat + 2 * C * C, i, C), by.to(k.dtype.element_ty), input_precision=PRECISION)
             y -= tl.dot(Gt, (alpha[:, None] * by).to(k.dtype.element_ty), input_precision=PRECISION)
         write(ys + at_value, y, i, rows, HV * V, iv, V, BV)
+        if GROUPS > 1:
+            S, R = absorb(
+                q + at_key, i, rows, H * K, E_C, q_S, q_S, q_R, S, R,
+                K, BK, GROUPS, FITTED, False, PRECISION,
+            )  # fmt: skip
         if DELTA or RESIDUAL:
             if RESIDUAL:
                 from_S -= E_[:, None] * de
@@ -146,13 +156,13 @@ def reverse(
             from_S = from_S.to(k.dtype.element_ty)
             S, R = absorb(
                 k + at_key, i, rows, H * K, 1.0, from_S, from_S, from_R, S, R,
-                K, BK, FITTED and DELTA, False, PRECISION,
+                K, BK, GROUPS, FITTED and DELTA, False, PRECISION,
             )  # fmt: skip
         if RESIDUAL:
             by += de
         write(dv + at_value, by, i, rows, HV * V, iv, V, BV)
 
     if HAS_STATE:
-        store_states(dS_in + own, S, iv, K, V, BK, BV)
+        store_states(dS_in + own, S, iv, K, V, BK, BV, GROUPS)
         if FITTED:
-            store_states(dR_in + own, R, iv, K, V, BK, BV)
+            store_states(dR_in + own, R, iv, K, V, BK, BV, GROUPS)

@@ -49,6 +49,7 @@ def scan(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    GROUPS: tl.constexpr,
     C: tl.constexpr,
     SEGMENT: tl.constexpr,
     GROUP: tl.constexpr,
@@ -86,19 +87,19 @@ def scan(
 
     i, iv = tl.arange(0, C), pid % NV * BV + tl.arange(0, BV)
     own = (n.to(tl.int64) * HV + h) * K * V
-    S = no_states(K, BK, BV)
-    R = no_states(K, BK, BV)
+    S = no_states(K, BK, BV, GROUPS)
+    R = no_states(K, BK, BV, GROUPS)
     if HAS_STATE:
         if segment == 0:
-            S = load_states(S_in + own, iv, K, V, BK, BV)
+            S = load_states(S_in + own, iv, K, V, BK, BV, GROUPS)
             if FITTED:
-                R = load_states(R_in + own, iv, K, V, BK, BV)
+                R = load_states(R_in + own, iv, K, V, BK, BV, GROUPS)
     if TRACE:
         if (segment > 0) & (begin < last):
             kept = saved + ((place + segment - 1) * HV + h) * NS * K * V
-            S = load_states(kept, iv, K, V, BK, BV)
+            S = load_states(kept, iv, K, V, BK, BV, GROUPS)
             if FITTED:
-                R = load_states(kept + K * V, iv, K, V, BK, BV)
+                R = load_states(kept + K * V, iv, K, V, BK, BV, GROUPS)
 
     H: tl.constexpr = HV // GROUP
     chunks = tl.maximum(tl.cdiv(last - begin, C), 0).to(tl.int32)
@@ -106,9 +107,9 @@ def scan(
         if SAVE:
             if (c > 0) & (c % (SEGMENT // C) == 0):
                 keep = saved + ((place + c // (SEGMENT // C) - 1) * HV + h) * NS * K * V
-                store_states(keep, S, iv, K, V, BK, BV)
+                store_states(keep, S, iv, K, V, BK, BV, GROUPS)
                 if FITTED:
-                    store_states(keep + K * V, R, iv, K, V, BK, BV)
+                    store_states(keep + K * V, R, iv, K, V, BK, BV, GROUPS)
         token = begin + c * C
         rows = tl.minimum(last - token, C).to(tl.int32)
         at_gate = token * HV + h
@@ -118,11 +119,11 @@ def scan(
         mat = mats + chunk * (NM * C * C)
         if TRACE:
             at_state = states + chunk * NS * K * V
-            store_states(at_state, S, iv, K, V, BK, BV)
+            store_states(at_state, S, iv, K, V, BK, BV, GROUPS)
             if FITTED:
-                store_states(at_state + K * V, R, iv, K, V, BK, BV)
+                store_states(at_state + K * V, R, iv, K, V, BK, BV, GROUPS)
         kS, kR, qS, qR = views(
-            k + at_key, q + at_key, i, rows, H * K, S, R, C, K, BK, BV,
+            k + at_key, q + at_key, i, rows, H * K, S, R, C, K, BK, BV, GROUPS,
             DELTA or RESIDUAL, DELTA and FITTED, not TRACE, FITTED and not TRACE, FINE, PRECISION,
         )  # fmt: skip
         alpha, E_, L, d, E_C = vectors(vecs, chunk, i, C)
@@ -186,10 +187,10 @@ def scan(
             write(o + at_value, o_, i, rows, HV * V, iv, V, BV)
         S, R = absorb(
             k + at_key, i, rows, H * K, E_C, into_S, into_S_low, into_R, S, R,
-            K, BK, FITTED, FINE, PRECISION,
+            K, BK, GROUPS, FITTED, FINE, PRECISION,
         )  # fmt: skip
 
     if not TRACE:
-        store_states(S_out + own, S, iv, K, V, BK, BV)
+        store_states(S_out + own, S, iv, K, V, BK, BV, GROUPS)
         if FITTED:
-            store_states(R_out + own, R, iv, K, V, BK, BV)
+            store_states(R_out + own, R, iv, K, V, BK, BV, GROUPS)
