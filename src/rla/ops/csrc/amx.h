@@ -68,7 +68,15 @@ struct AmxTiles {
   }
 };
 
-// c[32, NR] = a b, over `blocks` blocks of depth; rows of c are ldc floats apart.
+// The sums, 32 rows of NR columns that are ldc floats apart.
+inline void amx_store_sums(float* c, int64_t ldc) {
+  amx_store<0>(c, ldc * 4);
+  amx_store<1>(c + W, ldc * 4);
+  amx_store<2>(c + 16 * ldc, ldc * 4);
+  amx_store<3>(c + 16 * ldc + W, ldc * 4);
+}
+
+// c[32, NR] = a b, over `blocks` blocks of depth.
 inline void amx_multiply(float* c, int64_t ldc, const uint16_t* a, const uint16_t* b, int64_t blocks) {
   amx_zero<0>();
   amx_zero<1>();
@@ -84,10 +92,26 @@ inline void amx_multiply(float* c, int64_t ldc, const uint16_t* a, const uint16_
     amx_dot<2, 5, 6>();
     amx_dot<3, 5, 7>();
   }
-  amx_store<0>(c, ldc * 4);
-  amx_store<1>(c + W, ldc * 4);
-  amx_store<2>(c + 16 * ldc, ldc * 4);
-  amx_store<3>(c + 16 * ldc + W, ldc * 4);
+  amx_store_sums(c, ldc);
+}
+
+// The same with a right operand of one block, which stays in its tiles from amx_right on.
+inline void amx_right(const uint16_t* b) {
+  amx_load<6>(b, 4 * W);
+  amx_load<7>(b + RIGHT / 2, 4 * W);
+}
+inline void amx_times_right(float* c, int64_t ldc, const uint16_t* a) {
+  amx_zero<0>();
+  amx_zero<1>();
+  amx_zero<2>();
+  amx_zero<3>();
+  amx_load<4>(a, 64);
+  amx_dot<0, 4, 6>();
+  amx_dot<1, 4, 7>();
+  amx_load<5>(a + LEFT / 2, 64);
+  amx_dot<2, 5, 6>();
+  amx_dot<3, 5, 7>();
+  amx_store_sums(c, ldc);
 }
 
 // Row i of a left operand: n numbers, then zeros. Returns the sum of their squares.
@@ -96,13 +120,15 @@ inline float amx_put_row(uint16_t* left, int64_t i, const uint16_t* row, int64_t
   for (int64_t b = 0; b < blocks; ++b) {
     uint16_t* to = left + b * LEFT + i * DEPTH;
     const int64_t m = most<int64_t>(0, least(DEPTH, n - b * DEPTH));
-    if (m == DEPTH) {
-      memcpy(to, row + b * DEPTH, DEPTH * 2);
-    } else {
+    const uint16_t* from = row + b * DEPTH;
+    if (m < DEPTH) {
       memset(to, 0, DEPTH * 2);
-      if (m) memcpy(to, row + b * DEPTH, m * 2);
+      if (m) memcpy(to, from, m * 2);
+      from = to;
+    } else {
+      memcpy(to, from, DEPTH * 2);
     }
-    for (int64_t d = 0; d < DEPTH; d += W) squares += load_bf16(to + d) * load_bf16(to + d);
+    for (int64_t d = 0; d < DEPTH; d += W) squares += load_bf16(from + d) * load_bf16(from + d);
   }
   return sum(squares);
 }

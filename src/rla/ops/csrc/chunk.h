@@ -197,6 +197,9 @@ inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t 
   fetch_inputs(f, p, task, t);
   fetch_rows(f, p, task, p.a.o, o_stride, task.h, p.V, t);
   if (p.a.saved && task.saves(t + C)) f.add(task.saved(p, (t + C) / SEGMENT), p.states() * p.state * 4);
+  // Fetch::some is called in renew, and for the products with a state
+  const int64_t places = p.strips * (p.states() * p.blocks * DEPTH / 2 + C / MR);
+  f.share = (f.count + places - 1) / places;
 }
 // What backward will touch in the chunk at t, while it is at the one a segment later; there it is about to write dq and dk.
 inline void fetch_backward(Fetch& f, const Problem& p, const Task& task, int64_t t) {

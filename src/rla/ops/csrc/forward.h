@@ -43,6 +43,7 @@ template <int M>
 INLINE void times_state(Tile<M>& x, const Problem& p, const float* rows, const float* S, const float* ready,
                         const float* inverse, Fetch& fetch) {
   if constexpr (AMX) {
+    fetch.some();
     get(x, ready);
     scale_rows(x, inverse);
   } else {
@@ -141,7 +142,7 @@ inline void absorb(const Problem& p, const Chunk& ch, const float* from, float* 
 }
 
 // Rows of block n of a running state's panel: S <- f(S, row of the block, vector), and their part of the operand.
-template <class F> INLINE void renew(const Problem& p, float* S, int64_t n, F&& f) {
+template <class F> INLINE void renew(const Problem& p, float* S, int64_t n, Fetch& fetch, F&& f) {
   const int64_t rows = least(DEPTH, p.K - n * DEPTH);
   uint16_t* to = operand_of(p, S) + n * RIGHT;
   S += n * DEPTH * NR;
@@ -151,24 +152,28 @@ template <class F> INLINE void renew(const Problem& p, float* S, int64_t n, F&& 
     store(S + d * NR + j * W, x);
     return x;
   };
-  for (int64_t d = 0; d < DEPTH; d += 2)
+  for (int64_t d = 0; d < DEPTH; d += 2) {
+    fetch.some();
     for (int j = 0; j < NV; ++j) amx_put_pair(to, d, j, row(d, j), row(d + 1, j));
+  }
 }
 inline void make_operand(const Problem& p, float* S) {
-  for (int64_t n = 0; n < p.blocks; ++n) renew(p, S, n, [](V x, int64_t, int) { return x; });
+  Fetch none;
+  for (int64_t n = 0; n < p.blocks; ++n) renew(p, S, n, none, [](V x, int64_t, int) { return x; });
 }
 
 // absorb on tiles, in place. u has rows up to c; the operand of k^T is without the norms.
-inline void absorb_tiles(const Problem& p, const Chunk& ch, float* S, const float* u) {
+inline void absorb_tiles(const Problem& p, const Chunk& ch, float* S, const float* u, Fetch& fetch) {
   alignas(64) uint16_t b[RIGHT];
   alignas(64) float x[DEPTH * NR];
   auto row = [&](int64_t i, int j) { return i < ch.c ? load(u + i * NR + j * W) * splat(ch.ik[i]) : V{}; };
   for (int64_t i = 0; i < C; i += 2)
     for (int j = 0; j < NV; ++j) amx_put_pair(b, i, j, row(i, j), row(i + 1, j));
   const V decay = splat(ch.decay);
+  amx_right(b);
   for (int64_t n = 0; n < p.blocks; ++n) {
-    amx_multiply(x, NR, ch.k16L + n * LEFT, b, 1);
-    renew(p, S, n, [&](V s, int64_t d, int j) { return decay * s + load(x + d * NR + j * W); });
+    amx_times_right(x, NR, ch.k16L + n * LEFT);
+    renew(p, S, n, fetch, [&](V s, int64_t d, int j) { return decay * s + load(x + d * NR + j * W); });
   }
 }
 
@@ -196,8 +201,8 @@ inline void forward_strip(const Problem& p, const Task& task, const Chunk& ch, S
     if (p.fitted) amx_multiply(st.qR, NR, ch.q16, bR, p.blocks);
     if (p.fitted && p.delta) amx_multiply(st.rkR, NR, ch.k16, bR, p.blocks);
     strip_tiles<false>(p, task, ch, st, S, R, s);
-    absorb_tiles(p, ch, S, st.uL);
-    if (p.fitted) absorb_tiles(p, ch, R, st.wL);
+    absorb_tiles(p, ch, S, st.uL, st.fetch);
+    if (p.fitted) absorb_tiles(p, ch, R, st.wL, st.fetch);
   } else {
     const float *from = saved(ch.t), *S_in = from ? from : S, *R_in = from ? from + p.state : R;
     float *to = saved(ch.t + C), *S_out = to ? to : S, *R_out = to ? to + p.state : R;

@@ -53,27 +53,35 @@ template <int N, int I = 0, class F> INLINE void unroll(F&& f) {
   }
 }
 
+#if defined(__AVX512F__) && !defined(RLA_W)
+INLINE __m256 add_halves(V x) {
+  __m256 h[2];
+  __builtin_memcpy(h, &x, sizeof h);
+  return _mm256_add_ps(h[0], h[1]);
+}
+#elif defined(__AVX2__) && !defined(RLA_W)
+INLINE __m256 add_halves(V x) { return (__m256)x; }
+#endif
+
 INLINE float sum(V x) {
+#if defined(__AVX2__) && !defined(RLA_W)  // in the order of the loop below
+  __m256 y = add_halves(x);
+  __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+  z = _mm_add_ps(z, _mm_movehl_ps(z, z));
+  return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));
+#else
   float s[W];
   __builtin_memcpy(s, &x, sizeof s);
   for (int h = W / 2; h; h /= 2)
     for (int i = 0; i < h; ++i) s[i] += s[i + h];
   return s[0];
+#endif
 }
 
 // The sums of four vectors.
 INLINE void sum4(V a, V b, V c, V d, float* to) {
 #if defined(__AVX2__) && !defined(RLA_W)
-#if defined(__AVX512F__)
-  auto half = [](V x) {
-    __m256 h[2];
-    __builtin_memcpy(h, &x, sizeof h);
-    return _mm256_add_ps(h[0], h[1]);
-  };
-#else
-  auto half = [](V x) { return (__m256)x; };
-#endif
-  __m256 x = _mm256_hadd_ps(_mm256_hadd_ps(half(a), half(b)), _mm256_hadd_ps(half(c), half(d)));
+  __m256 x = _mm256_hadd_ps(_mm256_hadd_ps(add_halves(a), add_halves(b)), _mm256_hadd_ps(add_halves(c), add_halves(d)));
   _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)));
 #else
   to[0] = sum(a), to[1] = sum(b), to[2] = sum(c), to[3] = sum(d);

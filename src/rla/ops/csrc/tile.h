@@ -47,13 +47,17 @@ template <int M> INLINE void scale_rows(Tile<M>& c, const float* s) { EACH(M, c.
 // would wait for each other, and the products for them.
 struct Fetch {
   const char** lines = nullptr;
-  int64_t count = 0, at = 0;
+  int64_t count = 0, at = 0, share = 0;
 
   void add(const void* p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) lines[count++] = (const char*)p + i;
   }
   INLINE void next() {
     if (at < count) __builtin_prefetch(lines[at++], 0, 2);
+  }
+  // In AMX code, which has fewer places to do it in: a few lines at once.
+  INLINE void some() {
+    for (int64_t n = share; n > 0; --n) next();
   }
 };
 struct NoFetch {
