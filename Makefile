@@ -10,7 +10,7 @@ PYTEST  = $(BIN)/python -m pytest
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test slow check format native sanitize emulate triton triton-full gpu-check gpu-cost docs a11y clean
+.PHONY: help demo test slow check format native sanitize emulate triton triton-full gpu-check gpu-table gpu-cost docs a11y clean
 
 help:
 	@echo "make demo     a first look: small models, recall, kernels and the paper's claims on one page (five minutes)"
@@ -23,6 +23,7 @@ help:
 	@echo "make emulate  the AVX-512 kernels on an emulated CPU, for machines without AVX-512"
 	@echo "make triton   the Triton kernels in Triton's interpreter (TRITON=3.9.0: another version); triton-full: all agreement tests"
 	@echo "make gpu-check  the Triton kernels compiled for GPUs that needn't be here: registers, spills, shared memory"
+	@echo "make gpu-table  the same for more methods, as results/gpu-check.md"
 	@echo "make gpu-cost   their bytes and operations, counted, and a roofline"
 	@echo "make docs     the documentation site, in build/site"
 	@echo "make a11y     the report page in Chromium, with axe's accessibility checks (needs node and chromium)"
@@ -92,7 +93,10 @@ triton-full: native $(TRITONS:%=build/triton-%)
 	done
 
 gpu-check: $(READY) build/triton-$(TRITON)
-	PYTHONPATH=build/triton-$(TRITON) $(BIN)/python tools/gpu_check.py $(GPU_CHECK) --out results/gpu-check.md
+	PYTHONPATH=build/triton-$(TRITON) $(BIN)/python tools/gpu_check.py $(GPU_CHECK) --out build/gpu-check.md
+
+gpu-table: $(READY) build/triton-$(TRITON)
+	PYTHONPATH=build/triton-$(TRITON) $(BIN)/python tools/gpu_check.py --methods rdn rla gdn sgla --out results/gpu-check.md
 
 gpu-cost: $(READY) build/triton-$(TRITON)
 	$(INTERPRET) $(BIN)/python tools/gpu_cost.py --out results/gpu-cost.md

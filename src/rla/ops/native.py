@@ -7,7 +7,7 @@ in float32; they use as many threads as torch would, and give the same bits for 
 On CPUs with AMX the forward of bfloat16 rounds states and updates to bfloat16 where they enter large products; triangular
 systems, sums and backward stay in float32. The first such call tries AMX in a child process: see `amx`.
 
-`saved`, what forward leaves for backward, holds in panels of value columns the states at every 256th token and, of float32
+`saved`, what forward leaves for backward, holds in panels of value columns the states at every 128th token and, of float32
 inputs, the products k S and k R of every token: backward computes the rest again.
 """
 

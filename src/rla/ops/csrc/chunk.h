@@ -170,7 +170,7 @@ struct Chunk {
 // Memory for the lines of fetch_forward or fetch_backward.
 inline Fetch fetch_scratch(Arena& m, const Problem& p) {
   const int64_t rows = C * (4 * ((p.K * p.bytes() + 127) / 64) + 3 * ((p.V * p.bytes() + 127) / 64));
-  const int64_t kept = C * p.strips * p.kept * NR / 16, states = p.states() * p.state / 16;
+  const int64_t kept = C * p.strips * p.kept * NR / 16, states = p.states() * p.state / 16 + 1;
   return {(const char**)m.floats(2 * (rows + kept + states))};
 }
 // Rows of the chunk at t, far apart in memory, which the hardware does not foresee.
