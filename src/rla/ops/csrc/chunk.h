@@ -101,6 +101,7 @@ struct Problem {
   }
   int64_t states() const { return fitted ? 2 : 1; }
   int64_t tokens() const { return a.B * a.T; }
+  int64_t columns(int64_t first, int64_t count) const { return least(V, (first + count) * NR) - first * NR; }  // of panels
   int64_t bytes() const { return dtype == F32 ? 4 : 2; }
 };
 
@@ -170,7 +171,7 @@ struct Chunk {
 // Memory for the lines of fetch_forward or fetch_backward.
 inline Fetch fetch_scratch(Arena& m, const Problem& p) {
   const int64_t rows = C * (4 * ((p.K * p.bytes() + 127) / 64) + 3 * ((p.V * p.bytes() + 127) / 64));
-  const int64_t kept = C * p.strips * p.kept * NR / 16, states = p.states() * p.state / 16 + 1;
+  const int64_t kept = C * p.strips * p.kept * NR / 16, states = p.states() * (p.state / 16 + 1);
   return {(const char**)m.floats(2 * (rows + kept + states))};
 }
 // Rows of the chunk at t, far apart in memory, which the hardware does not foresee.
@@ -179,26 +180,29 @@ inline void fetch_rows(Fetch& f, const Problem& p, const Task& task, const void*
   for (int64_t i = t; i < least(t + C, task.length); ++i)
     f.add((const char*)x + task.row(stride, i, head) * p.bytes(), width * p.bytes());
 }
-// Inputs of the chunk at t, and what forward saves there.
-inline void fetch_inputs(Fetch& f, const Problem& p, const Task& task, int64_t t) {
+// Inputs of the chunk at t, and the products that forward keeps of it, of `count` panels from `first` on.
+inline void fetch_inputs(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count) {
   const Args& a = p.a;
+  const char* v = (const char*)a.v + first * NR * p.bytes();
   fetch_rows(f, p, task, a.q, a.q_stride, task.kh, p.K, t);
   fetch_rows(f, p, task, a.k, a.k_stride, task.kh, p.K, t);
-  fetch_rows(f, p, task, a.v, a.v_stride, task.h, p.V, t);
+  fetch_rows(f, p, task, v, a.v_stride, task.h, p.columns(first, count), t);
   if (!a.saved) return;
-  for (int64_t s = 0; s < p.strips; ++s)
+  for (int64_t s = first; s < first + count; ++s)
     for (int64_t n = 0; n < p.kept; ++n) f.add(task.product(p, n, s, t), least<int64_t>(C, task.length - t) * NR * 4);
 }
-// What forward will touch in the chunk at t.
-inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t t) {
+// What forward will touch in the chunk at t, in `count` panels from `first` on.
+inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count) {
   f.at = f.count = 0;
   if (t >= task.length) return;
   const int64_t o_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
-  fetch_inputs(f, p, task, t);
-  fetch_rows(f, p, task, p.a.o, o_stride, task.h, p.V, t);
-  if (p.a.saved && task.saves(t + C)) f.add(task.saved(p, (t + C) / SEGMENT), p.states() * p.state * 4);
+  fetch_inputs(f, p, task, t, first, count);
+  fetch_rows(f, p, task, (char*)p.a.o + first * NR * p.bytes(), o_stride, task.h, p.columns(first, count), t);
+  if (p.a.saved && task.saves(t + C))
+    for (int64_t n = 0; n < p.states(); ++n)
+      f.add(task.saved(p, (t + C) / SEGMENT) + n * p.state + first * p.K * NR, count * p.K * NR * 4);
   // Fetch::some is called in renew, and for the products with a state
-  const int64_t places = p.strips * (p.states() * p.blocks * DEPTH / 2 + C / MR);
+  const int64_t places = count * (p.states() * p.blocks * DEPTH / 2 + C / MR);
   f.share = (f.count + places - 1) / places;
 }
 // What backward will touch in the chunk at t, while it is at the one a segment later; there it is about to write dq and dk.
@@ -208,7 +212,7 @@ inline void fetch_backward(Fetch& f, const Problem& p, const Task& task, int64_t
   fetch_rows(f, p, task, p.a.dq, stride, task.kh, p.K, t + SEGMENT);
   fetch_rows(f, p, task, p.a.dk, stride, task.kh, p.K, t + SEGMENT);
   if (t < 0) return;
-  fetch_inputs(f, p, task, t);
+  fetch_inputs(f, p, task, t, 0, p.strips);
   fetch_rows(f, p, task, p.a.dout, p.a.dout_stride, task.h, p.V, t);
   if (t % SEGMENT == 0 && t) f.add(task.saved(p, t / SEGMENT), p.states() * p.state * 4);
 }

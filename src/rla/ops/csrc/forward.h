@@ -233,8 +233,8 @@ inline float* state_of(const Problem& p, float* x, const Task& task) {
   return x ? x + (task.n * p.a.HV + task.h) * p.K * p.V : nullptr;
 }
 
-// One sequence of one head, all panels.
-inline void forward_task(const Problem& p, const Task& task) {
+// One sequence of one head, `count` panels from `first` on.
+inline void forward_task(const Problem& p, const Task& task, int64_t first, int64_t count) {
   Arena m;
   Chunk ch;
   Strip st;
@@ -244,74 +244,22 @@ inline void forward_task(const Problem& p, const Task& task) {
     ch.carve(m, p, false);
     st = forward_scratch(m);
     st.fetch = fetch_scratch(m, p);
-    S = m.floats(p.strips * p.panel);
-    R = m.floats(p.strips * p.panel);
+    S = m.floats(count * p.panel);
+    R = m.floats(count * p.panel);
   }
-  for (int64_t s = 0; s < p.strips; ++s) {
-    start_state(p, state_of(p, p.a.S0, task), S + s * p.panel, s);
-    if (p.fitted) start_state(p, state_of(p, p.a.R0, task), R + s * p.panel, s);
+  for (int64_t s = 0; s < count; ++s) {
+    start_state(p, state_of(p, p.a.S0, task), S + s * p.panel, first + s);
+    if (p.fitted) start_state(p, state_of(p, p.a.R0, task), R + s * p.panel, first + s);
   }
   for (int64_t t = 0; t < task.length; t += C) {
     prepare(p, task, ch, t, false);
-    fetch_forward(st.fetch, p, task, t + C);
-    for (int64_t s = 0; s < p.strips; ++s) forward_strip(p, task, ch, st, S + s * p.panel, R + s * p.panel, s);
+    fetch_forward(st.fetch, p, task, t + C, first, count);
+    for (int64_t s = 0; s < count; ++s) forward_strip(p, task, ch, st, S + s * p.panel, R + s * p.panel, first + s);
   }
-  for (int64_t s = 0; s < p.strips; ++s) {
-    unpack_state(p, S + s * p.panel, state_of(p, p.a.S, task), s);
-    if (p.fitted) unpack_state(p, R + s * p.panel, state_of(p, p.a.R, task), s);
+  for (int64_t s = 0; s < count; ++s) {
+    unpack_state(p, S + s * p.panel, state_of(p, p.a.S, task), first + s);
+    if (p.fitted) unpack_state(p, R + s * p.panel, state_of(p, p.a.R, task), first + s);
   }
-}
-
-// Few sequences and heads: the chunks of a group are prepared in parallel, then the panels run through the group in
-// parallel. A panel's arithmetic is the same in either way, so the result does not depend on the choice.
-inline void forward_split(const Problem& p, int64_t tasks, int threads) {
-  constexpr int64_t GROUP = 8;
-  Arena m;
-  int64_t longest = 0;
-  for (int64_t i = 0; i < tasks; ++i) longest = most(longest, Task(p, i / p.a.HV, i % p.a.HV).chunks());
-  const int64_t group = most<int64_t>(1, least(GROUP, longest));
-  Chunk* chunks = (Chunk*)malloc(sizeof(Chunk) * tasks * group);
-  float* states = nullptr;
-  if (!chunks) abort();
-  for (int pass = 0; pass < 2; ++pass) {
-    if (pass) m = Arena{scratch_shared.get(m.used), 0};
-    for (int64_t i = 0; i < tasks * group; ++i) chunks[i].carve(m, p, false);
-    states = m.floats(tasks * 2 * p.strips * p.panel);
-  }
-#pragma omp parallel num_threads(threads)
-  {
-    FlushDenormals flush;
-    AmxTiles tiles;
-    Arena own;
-    forward_scratch(own);
-    own = Arena{scratch_own.get(own.used), 0};
-    Strip st = forward_scratch(own);
-    for (int64_t first = 0; first == 0 || first < longest; first += group) {
-#pragma omp for schedule(dynamic, 1)
-      for (int64_t i = 0; i < tasks * group; ++i) {
-        Task task(p, i / group / p.a.HV, i / group % p.a.HV);
-        int64_t at = first + i % group;
-        if (at < task.chunks()) prepare(p, task, chunks[i], at * C, false);
-      }
-#pragma omp for schedule(dynamic, 1)
-      for (int64_t i = 0; i < tasks * p.strips; ++i) {
-        Task task(p, i / p.strips / p.a.HV, i / p.strips % p.a.HV);
-        int64_t s = i % p.strips, end = least(first + group, task.chunks());
-        float *S = states + (i / p.strips * 2 * p.strips + s) * p.panel, *R = S + p.strips * p.panel;
-        if (first == 0) {
-          start_state(p, state_of(p, p.a.S0, task), S, s);
-          if (p.fitted) start_state(p, state_of(p, p.a.R0, task), R, s);
-        }
-        for (int64_t at = first; at < end; ++at)
-          forward_strip(p, task, chunks[i / p.strips * group + at - first], st, S, R, s);
-        if (first + group >= longest) {
-          unpack_state(p, S, state_of(p, p.a.S, task), s);
-          if (p.fitted) unpack_state(p, R, state_of(p, p.a.R, task), s);
-        }
-      }
-    }
-  }
-  free(chunks);
 }
 
 // Below about this many multiply-adds waking the other threads costs more than they save.
@@ -327,15 +275,17 @@ inline void forward(const Args& a) {
     advise(a.saved, (states + products) * a.HV * p.strips * NR * 4);
   }
   if ((double)p.tokens() * a.HV * p.K * p.strips * NR < SMALL) threads = 1;
-  if (threads > 1 && tasks < 2 * threads && tasks % threads) {
-    forward_split(p, tasks, threads);
-    return;
-  }
+  // Few sequences and heads: a thread takes a part of a head's panels, and makes for itself what they have in common. That is
+  // less work than waiting for another thread to make it. A panel's arithmetic is the same either way.
+  int64_t parts = 1;
+  if (tasks < 2 * threads)
+    while (parts < p.strips && tasks * parts % threads) ++parts;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-  for (int64_t i = 0; i < tasks; ++i) {
+  for (int64_t i = 0; i < tasks * parts; ++i) {
     FlushDenormals flush;
     AmxTiles tiles;
-    forward_task(p, Task(p, i / a.HV, i % a.HV));
+    const int64_t n = i / parts, first = p.strips * (i % parts) / parts, end = p.strips * (i % parts + 1) / parts;
+    forward_task(p, Task(p, n / a.HV, n % a.HV), first, end - first);
   }
 }
 

@@ -98,12 +98,18 @@ def configure(
         elif arch >= 100:
             # With 16 columns ptxas of triton 3.9.0 spills two registers of GDN at K = 64.
             grads_k = replace(grads_k, BV=power(V, 32), warps=8)
+    prepare = Tile(power(K, 64 if half else 32), 0, warps, 1)
+    if plain and device == "cuda":  # there ptxas of triton 3.9.0 may stop at 128 registers and spill the next ones
+        if not half:
+            prepare = replace(prepare, BK=16)
+        elif arch >= 100 and 32 < K <= 64:
+            prepare = replace(prepare, warps=8)
     if small:
         scan, reverse = replace(scan, stages=1), replace(reverse, stages=1)
     return Config(
         C=C,
         precision=precision,
-        prepare=Tile(power(K, 64 if half else 32), 0, warps, 1),
+        prepare=prepare,
         invert=Tile(0, 0, 2 if half else 1, 1),
         scan=scan,
         reverse=reverse,
