@@ -33,7 +33,7 @@ def assert_same(a, b, atol=1e-5):
 def test_golden_losses(preset):
     golden = json.loads(make_losses.FILE.read_text())[preset]
     assert len(golden) == make_losses.STEPS
-    assert make_losses.losses(preset) == pytest.approx(golden, rel=1e-4)
+    assert make_losses.losses(preset) == pytest.approx(golden, rel=1e-5)
     assert golden[-1] < golden[0] - 0.2
 
 
