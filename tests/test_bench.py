@@ -172,6 +172,7 @@ def run_decode(out: Path, **options) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
+@pytest.mark.slow  # on one virtual machine glibc's heap loses its pages between calls now and then; docs/log.md, 2026-11-17
 def test_memory_is_kept_between_calls():
     import resource  # not on every system
 
