@@ -17,8 +17,8 @@ namespace RLA_ISA {
 
 struct Finish {
   float *dqk, *dkk, *dqkT;  // [CP][C][NR]
-  float *columns;                  // [C]
-  float *row;                      // [C, ldk]
+  float *columns;           // [C]
+  float *row;               // [C, ldk]
 
   void carve(Arena& m, const Problem& p) {
     for (float** x : {&dqk, &dkk, &dqkT}) *x = m.floats(C * C);
@@ -120,7 +120,7 @@ inline void finish_pairs(const Problem& p, const Task& task, const Chunk& ch, co
   }
 }
 
-// to[s][j][NR] = the transpose of a lower triangular matrix in panels; a symmetric one is completed in place (to = x).
+// to[s][j][NR] = the transpose of a lower triangular matrix in panels. With to = x: their sum, in place.
 inline void transpose_lower(const Chunk& ch, float* x, float* to) {
   const int64_t n = (ch.c + NR - 1) / NR;
   for (int64_t s = 0; s < n; ++s) {
