@@ -119,10 +119,10 @@ def test_left_and_right_padding_train_alike(mixer):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_gradient_checkpointing_changes_nothing(mixer):
+def test_activation_checkpointing_changes_nothing(mixer):
     model, ids = tiny(mixer).train(), tokens(2, 9)
     plain = gradients(model, input_ids=ids, labels=ids)
-    model.gradient_checkpointing_enable()
+    model.checkpoint_activations()
     assert_same(plain, gradients(model, input_ids=ids, labels=ids))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rla
-from common import ALL, NAMES, Case, call, make, run
+from common import ALL, NAMES, Case, assert_agrees, call, make, run
 from rla.ops import native
 
 built = pytest.mark.skipif(native.missing() is not None, reason=f"native: {native.missing()}")
@@ -18,7 +18,9 @@ CASES = {
     "three heads": Case(B=1, T=300, H=3, K=33, V=50, state=True),
     "grouped": Case(B=2, T=130, H=2, G=3, K=20, V=40),
     "packed": Case(lengths=(300, 0, 1, 129, 64), H=1, K=48, V=64, state=True),
+    "large": Case(B=1, T=2100, H=2, K=64, V=128),
 }
+LARGE = Case(B=16, T=70, H=6, G=2, K=32, V=48)  # its gradients are written past the caches
 
 
 def bits(case, method, threads):
@@ -42,6 +44,12 @@ def test_the_same_bits_for_any_number_of_threads(name, case):
 
 
 @built
+@pytest.mark.parametrize("name", ("sgla", "gdn", "rla", "rdn", "rdn-nofit", "rla-nonorm"))
+def test_gradients_larger_than_the_caches(name):
+    assert_agrees(ALL[name], LARGE, "native", torch.float32)
+
+
+@built
 @pytest.mark.parametrize("isa", ("portable", "avx2", "avx512"))
 def test_instruction_sets(isa):
     """Each instruction set this machine has, forced in a child process, passes a part of the agreement tests."""
@@ -51,10 +59,10 @@ def test_instruction_sets(isa):
     if flags is not None and flags not in cpu_flags():
         pytest.skip(f"this CPU has no {isa}")
     code = (
-        "import torch; from common import *; from rla.ops import native\n"
+        "import torch; from common import *; from test_native import LARGE; from rla.ops import native\n"
         f"assert native.isa() == {isa!r}, native.isa()\n"
         "for name in ('sgla', 'gdn', 'rla', 'rdn', 'rdn-logcosh', 'rdn-nofit-sum'):\n"
-        "    for case in WEIRD.values():\n"
+        "    for case in (*WEIRD.values(), LARGE):\n"
         "        for dtype in (torch.float32, torch.bfloat16, torch.float16):\n"
         "            assert_agrees(ALL[name], case, 'native', dtype)\n"
     )
@@ -86,8 +94,6 @@ def test_sizes_out_of_range(K, V):
 @built
 @pytest.mark.parametrize("size", (1, 255, 256))
 def test_largest_sizes(size):
-    from common import assert_agrees
-
     assert_agrees(ALL["rdn"], Case(B=1, T=70, H=1, K=256, V=size), "native", torch.float32)
     assert_agrees(ALL["rdn"], Case(B=1, T=70, H=1, K=size, V=256), "native", torch.float32)
 

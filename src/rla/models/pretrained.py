@@ -39,6 +39,11 @@ class RLAPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
 
+    def checkpoint_activations(self) -> None:
+        """Compute each block's forward again in backward instead of keeping what it needs."""
+        # Transformers 5.23 warns of the second name, older ones don't know the first
+        getattr(self, "activation_checkpointing_enable", self.gradient_checkpointing_enable)()
+
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise one module. s is `config.initializer_range`, 0.006 in the paper.
 

@@ -83,7 +83,7 @@ def build(config: RLAConfig, seed: int, parallel: Parallel, world: World) -> RLA
     torch.manual_seed(seed)
     model = RLAForCausalLM(config).train()
     if parallel.activation_checkpointing:
-        model.gradient_checkpointing_enable()
+        model.checkpoint_activations()
     if parallel.compile:
         for block in model.model.layers:
             block.compile()

@@ -97,7 +97,7 @@ def rehearse(recipe: Recipe, config: RLAConfig, *, processes: int, device: Liter
         if device == "gpu":
             _fuse_norms(model)
         if parallel.activation_checkpointing:
-            model.gradient_checkpointing_enable()
+            model.checkpoint_activations()
         sharded = processes > 1 or parallel.precision != "float32"
         if sharded:
             engine.shard(model, parallel, world)

@@ -142,17 +142,20 @@ inline void finish_keys(const Problem& p, const Chunk& ch, const Part* parts, in
   if (keys) transpose_lower(ch, f.dkk, f.dkk);
   for (int64_t s = 0; s * NR < ch.c; ++s) {
     const int64_t start = s * NR, end = least<int64_t>(ch.c, start + NR), panel = s * C * NR;
-    const int64_t below = panel + start * NR, rows = ch.c - start;
+    const int64_t middle = least<int64_t>(end, start + W);
     tiles(p.K, [&](auto m, int64_t d) {
       constexpr int M = decltype(m)::value;
       const int64_t at = s * p.K * NR + d * NR;
       Tile<M> x;
       EACH(M, x.v[i][j] = add_parts(parts, step, blocks, &Part::dqT, at + i * NR + j * W));
-      mul_columns(x, ch.k + d, p.ldk, f.dqkT + panel, end);
+      // dqk is lower triangular: its first W rows in the panel's columns have only the first vector, the transpose's last only the second
+      mul_columns(x, ch.k + d, p.ldk, f.dqkT + panel, middle);
+      mul<1, 2>(x, ch.k + middle * p.ldk + d, 1, p.ldk, f.dqkT + panel + middle * NR, end - middle);
       if (!first) EACH(M, x.v[i][j] += load(dqT + at + i * NR + j * W));
       put(dqT + at, x);
       EACH(M, x.v[i][j] = add_parts(parts, step, blocks, &Part::dkT, at + i * NR + j * W));
-      mul_columns(x, ch.q + start * p.ldk + d, p.ldk, f.dqk + below, rows);
+      mul<0, 1>(x, ch.q + start * p.ldk + d, 1, p.ldk, f.dqk + panel + start * NR, middle - start);
+      mul_columns(x, ch.q + middle * p.ldk + d, p.ldk, f.dqk + panel + middle * NR, ch.c - middle);
       if (keys) mul_columns(x, ch.k + d, p.ldk, f.dkk + panel, ch.c);
       if (!first) EACH(M, x.v[i][j] += load(dkT + at + i * NR + j * W));
       put(dkT + at, x);
@@ -175,7 +178,11 @@ inline void finish_rows(const Problem& p, const Task& task, const Chunk& ch, con
       const V scale = splat(inverse[i] < 0 ? -inverse[i] : inverse[i]);
       const V along = splat(inverse[i] < 0 ? 0 : dot(row, x + i * ldk, ldk));
       float* out = whole ? (float*)to + task.row(stride, ch.t + i, task.kh) : row;
-      for (int64_t d = 0; d < K; d += W) store(out + d, scale * (load(row + d) - along * load(x + i * ldk + d)));
+      for (int64_t d = 0; d < K; d += W) {
+        const V y = scale * (load(row + d) - along * load(x + i * ldk + d));
+        if (whole && p.past) stream(out + d, y);
+        else store(out + d, y);
+      }
     }
     if (!whole) store_row(p.dtype, to, task.row(stride, ch.t + i, task.kh), row, K);
   }
@@ -226,12 +233,15 @@ struct Steps {
     if (p.a.dS0) unpack_state(p, d, state_of(p, p.a.dS0, t), s);
     if (p.a.dR0 && p.fitted) unpack_state(p, d + p.state, state_of(p, p.a.dR0, t), s);
   }
-  template <class F>
-  void sweep(Lane& l, const Task& t, int64_t segment, int64_t g, int64_t b, const Sweep& w, F&& done) const {
+  void prepare(Lane& l, const Task& t, int64_t segment, int i) const {
+    RLA_ISA::prepare(p, t, l.chunks[i], segment * SEGMENT + i * C, true);
+  }
+  template <class F, class G>
+  void sweep(Lane& l, const Task& t, int64_t segment, int64_t g, int64_t b, const Sweep& w, F&& begin, G&& done) const {
     float* d = l.adjoint + g * 2 * p.state;
     int64_t first = first_panel(b);
-    sweep_segment(p, t, l.chunks, count(t, segment), l.parts[b], w, d, d + p.state, first, first_panel(b + 1) - first,
-                  done);
+    sweep_segment(p, t, l.chunks, count(t, segment), l.parts[b], w, d, d + p.state, segment, first,
+                  first_panel(b + 1) - first, begin, done);
   }
   void finish(Lane& l, const Task& t, int64_t g, int i, const Finish& f) const {
     const Chunk& ch = l.chunks[i];
@@ -262,10 +272,9 @@ inline void backward_task(const Steps& steps, Lane& l, int64_t lane, const Sweep
   for (int64_t segment = steps.task(lane, 0).segments() - 1; segment >= 0; --segment) {
     for (int64_t g = 0; g < steps.G; ++g) {
       const Task t = steps.task(lane, g);
-      const int count = steps.count(t, segment);
-      for (int i = 0; i < count; ++i) prepare(p, t, l.chunks[i], segment * SEGMENT + i * C, true);
       for (int64_t b = 0; b < steps.blocks; ++b)
-        steps.sweep(l, t, segment, g, b, w, [&](int i) { if (b + 1 == steps.blocks) steps.finish(l, t, g, i, f); });
+        steps.sweep(l, t, segment, g, b, w, [&](int i) { if (b == 0) steps.prepare(l, t, segment, i); },
+                    [&](int i) { if (b + 1 == steps.blocks) steps.finish(l, t, g, i, f); });
     }
   }
   for (int64_t g = 0; g < steps.G; ++g)
@@ -296,13 +305,13 @@ inline void backward_split(const Steps& steps, Lane* lanes, int64_t count, int t
         for (int64_t i = 0; i < chunks; ++i) {
           const int64_t n = i / SEGMENT_CHUNKS, at = i % SEGMENT_CHUNKS;
           const Task t = steps.task(n, g);
-          if (at < steps.count(t, segment)) prepare(p, t, lanes[n].chunks[at], segment * SEGMENT + at * C, true);
+          if (at < steps.count(t, segment)) steps.prepare(lanes[n], t, segment, (int)at);
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < blocks; ++i) {
           const int64_t n = i / steps.blocks;
           const Task t = steps.task(n, g);
-          if (steps.count(t, segment)) steps.sweep(lanes[n], t, segment, g, i % steps.blocks, w, [](int) {});
+          if (steps.count(t, segment)) steps.sweep(lanes[n], t, segment, g, i % steps.blocks, w, [](int) {}, [](int) {});
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < chunks; ++i) {
@@ -317,6 +326,7 @@ inline void backward_split(const Steps& steps, Lane* lanes, int64_t count, int t
       const int64_t n = i / p.strips / steps.G, g = i / p.strips % steps.G;
       steps.states_out(lanes[n], steps.task(n, g), g, i % p.strips);
     }
+    end_streams();
   }
 }
 
@@ -356,6 +366,7 @@ inline void backward(const Args& a) {
         if (i >= count) break;
         backward_task(steps, l[own], i, w, f);
       }
+      end_streams();
     }
   }
   free(l);

@@ -23,11 +23,13 @@ namespace RLA_ISA {
 #endif
 constexpr int C = RLA_CHUNK;
 constexpr int SEGMENT = 128;  // backward starts from states saved every SEGMENT tokens
+constexpr int64_t SEGMENT_CHUNKS = SEGMENT / C;
 constexpr int CP = C / NR;    // panels of a chunk's tokens
 static_assert(C % NR == 0 && SEGMENT % C == 0, "a chunk is made of whole panels, a segment of whole chunks");
 static_assert(!AMX || C == 32, "products on AMX tiles have 32 rows");
 
 constexpr float NORM_EPS = 1e-6f;
+constexpr int64_t PAST = 4 << 20;  // bytes of gradients above which they are written past the caches
 
 // Memory handed out in 64-byte lines. A first pass with base = null only adds up the size.
 struct Arena {
@@ -83,6 +85,7 @@ struct Problem {
   int64_t kept;   // products of k with a state that forward keeps for backward; of half precision they would be larger than q
   int64_t blocks;  // of K, in operands of AMX
   int64_t panel;   // floats of a panel of a running state; with AMX its right operand follows it
+  bool past;       // dq, dk and dv are too large to stay in the caches and are written past them: nothing is read to be overwritten
 
   explicit Problem(const Args& a_) : a(a_), K(a_.K), V(a_.V) {
     strips = (V + NR - 1) / NR;
@@ -98,6 +101,8 @@ struct Problem {
     kept = dtype != F32 ? 0 : (delta || residual) + (delta && fitted);
     blocks = (K + DEPTH - 1) / DEPTH;
     panel = K * NR + (AMX ? blocks * RIGHT / 2 : 0);
+    const bool aligned = ((size_t)a.dq | (size_t)a.dk | (size_t)a.dv) % (4 * W) == 0 && K % W == 0 && V % W == 0;
+    past = dtype == F32 && aligned && tokens() * (2 * a.H * K + a.HV * V) * 4 > PAST;
   }
   int64_t states() const { return fitted ? 2 : 1; }
   int64_t tokens() const { return a.B * a.T; }
@@ -168,11 +173,10 @@ struct Chunk {
   }
 };
 
-// Memory for the lines of fetch_forward or fetch_backward.
+// Memory for what is fetched in a chunk: rows of at most seven inputs and outputs, products and states.
 inline Fetch fetch_scratch(Arena& m, const Problem& p) {
-  const int64_t rows = C * (4 * ((p.K * p.bytes() + 127) / 64) + 3 * ((p.V * p.bytes() + 127) / 64));
-  const int64_t kept = C * p.strips * p.kept * NR / 16, states = p.states() * (p.state / 16 + 1);
-  return {(const char**)m.floats(2 * (rows + kept + states))};
+  const int64_t pieces = 7 * C + p.strips * p.kept + p.states();
+  return {(Fetch::Piece*)m.floats(pieces * (int64_t)sizeof(Fetch::Piece) / 4)};
 }
 // Rows of the chunk at t, far apart in memory, which the hardware does not foresee.
 inline void fetch_rows(Fetch& f, const Problem& p, const Task& task, const void* x, const int64_t* stride, int64_t head,
@@ -180,41 +184,52 @@ inline void fetch_rows(Fetch& f, const Problem& p, const Task& task, const void*
   for (int64_t i = t; i < least(t + C, task.length); ++i)
     f.add((const char*)x + task.row(stride, i, head) * p.bytes(), width * p.bytes());
 }
-// Inputs of the chunk at t, and the products that forward keeps of it, of `count` panels from `first` on.
+// Inputs of the chunk at t, in `count` panels from `first` on.
 inline void fetch_inputs(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count) {
   const Args& a = p.a;
   const char* v = (const char*)a.v + first * NR * p.bytes();
   fetch_rows(f, p, task, a.q, a.q_stride, task.kh, p.K, t);
   fetch_rows(f, p, task, a.k, a.k_stride, task.kh, p.K, t);
   fetch_rows(f, p, task, v, a.v_stride, task.h, p.columns(first, count), t);
-  if (!a.saved) return;
-  for (int64_t s = first; s < first + count; ++s)
-    for (int64_t n = 0; n < p.kept; ++n) f.add(task.product(p, n, s, t), least<int64_t>(C, task.length - t) * NR * 4);
 }
 // What forward will touch in the chunk at t, in `count` panels from `first` on.
 inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count) {
-  f.at = f.count = 0;
+  f.clear();
   if (t >= task.length) return;
   const int64_t o_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
   fetch_inputs(f, p, task, t, first, count);
+  if (p.a.saved)
+    for (int64_t s = first; s < first + count; ++s)
+      for (int64_t n = 0; n < p.kept; ++n) f.add(task.product(p, n, s, t), least<int64_t>(C, task.length - t) * NR * 4);
   fetch_rows(f, p, task, (char*)p.a.o + first * NR * p.bytes(), o_stride, task.h, p.columns(first, count), t);
   if (p.a.saved && task.saves(t + C))
     for (int64_t n = 0; n < p.states(); ++n)
       f.add(task.saved(p, (t + C) / SEGMENT) + n * p.state + first * p.K * NR, count * p.K * NR * 4);
-  // Fetch::some is called in renew, and for the products with a state
-  const int64_t places = count * (p.states() * p.blocks * DEPTH / 2 + C / MR);
-  f.share = (f.count + places - 1) / places;
+  // next is called in renew and in strip_tile with AMX, else in products with a state and in absorb
+  const int64_t products = 1 + (p.delta || p.residual) + p.fitted + (p.delta && p.fitted) + p.states();
+  f.spread(count * (AMX ? p.states() * p.blocks * DEPTH / 2 + C / MR : products * calls_of(C, p.K)));
 }
-// What backward will touch in the chunk at t, while it is at the one a segment later; there it is about to write dq and dk.
-inline void fetch_backward(Fetch& f, const Problem& p, const Task& task, int64_t t) {
+// Backward fetches a chunk ahead as well; what was fetched a segment ahead is out of the cache again. While it computes the
+// states after the chunk at t: inputs of the next one.
+inline void fetch_recompute(Fetch& f, const Problem& p, const Task& task, int64_t t) {
+  f.clear();
+  if (t + C < task.length) fetch_inputs(f, p, task, t + C, 0, p.strips);
+  f.spread(p.states() * p.strips * calls_of(C, p.K));
+}
+// While it sweeps the chunk at t: rows of dq and dk that it is about to write, unless past the caches; what the chunk before
+// reads and writes first; and at the end of a segment inputs of the first chunk of the segment before.
+inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int64_t t) {
   const int64_t stride[3] = {p.a.T * p.a.H * p.K, p.a.H * p.K, p.K};
-  f.at = f.count = 0;
-  fetch_rows(f, p, task, p.a.dq, stride, task.kh, p.K, t + SEGMENT);
-  fetch_rows(f, p, task, p.a.dk, stride, task.kh, p.K, t + SEGMENT);
-  if (t < 0) return;
-  fetch_inputs(f, p, task, t, 0, p.strips);
-  fetch_rows(f, p, task, p.a.dout, p.a.dout_stride, task.h, p.V, t);
-  if (t % SEGMENT == 0 && t) f.add(task.saved(p, t / SEGMENT), p.states() * p.state * 4);
+  const int64_t v_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
+  f.clear();
+  if (!p.past) fetch_rows(f, p, task, p.a.dq, stride, task.kh, p.K, t);
+  if (!p.past) fetch_rows(f, p, task, p.a.dk, stride, task.kh, p.K, t);
+  if (t) fetch_rows(f, p, task, p.a.dout, p.a.dout_stride, task.h, p.V, t - C);
+  if (t && !p.past) fetch_rows(f, p, task, p.a.dv, v_stride, task.h, p.V, t - C);
+  if (t && t % SEGMENT == 0) fetch_inputs(f, p, task, t - SEGMENT, 0, p.strips);
+  // with each state k dS, S do^T, dS u^T; S dkS^T
+  const int64_t products = 3 * p.states() + (p.delta || p.residual) + (p.delta && p.fitted);
+  f.spread(products * p.strips * calls_of(C, p.K));
 }
 
 // x[i] = row i of q or k, normalised; inverse[i] = 1 / max(norm, eps), with a minus sign where eps was larger.
@@ -305,7 +320,10 @@ inline void load_gates(const Problem& p, const Task& task, const Chunk& ch) {
   memcpy(ch.L, ch.D + (ch.c - 1) * C, C * 4);
 }
 
-// x = rows i0 .. of q or k times the keys of panel s. With AMX `ready` holds the product without the norms.
+// Whether the second half of panel s is above the diagonal in rows i0 .. i0 + M - 1 of a matrix of the chunk's tokens.
+template <int M> INLINE bool above_diagonal(int64_t i0, int64_t s) { return i0 + M <= s * NR + W; }
+
+// x = rows i0 .. of q or k times the keys of panel s, as far as they are not above the diagonal. With AMX `ready` holds the product without the norms.
 template <int M>
 INLINE void times_keys(Tile<M>& x, const Problem& p, const Chunk& ch, const float* rows, const float* ready,
                        const float* inverse, int64_t i0, int64_t s) {
@@ -314,7 +332,9 @@ INLINE void times_keys(Tile<M>& x, const Problem& p, const Chunk& ch, const floa
     EACH(M, x.v[i][j] = load(ready + i * C + j * W) * splat(inverse[i0 + i]) * load(ch.ik + s * NR + j * W));
   } else {
     clear(x);
-    mul_rows(x, rows + i0 * p.ldk, p.ldk, ch.kT + s * p.K * NR, p.K);
+    const float *a = rows + i0 * p.ldk, *b = ch.kT + s * p.K * NR;
+    if (above_diagonal<M>(i0, s)) mul<0, 1>(x, a, p.ldk, 1, b, p.K);
+    else mul(x, a, p.ldk, 1, b, p.K);
   }
 }
 

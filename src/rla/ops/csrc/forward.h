@@ -27,7 +27,7 @@ struct Strip {
   float *x, *y, *e;
   float *kS = nullptr, *kR = nullptr;  // null in a forward that keeps nothing
   float *rkS = nullptr, *rkR = nullptr, *qS = nullptr, *qR = nullptr;  // with AMX: k S ... q R without the norms of q and k
-  Fetch fetch;  // inputs of a later chunk
+  Fetch* fetch;  // what the next chunk touches
   // kS and kR are those that forward keeps for backward, if it does.
   void keep(const Problem& p, const Task& task, const Chunk& ch, int64_t s) {
     if (p.kept > 0) kS = task.product(p, 0, s, ch.t);
@@ -43,7 +43,7 @@ template <int M>
 INLINE void times_state(Tile<M>& x, const Problem& p, const float* rows, const float* S, const float* ready,
                         const float* inverse, Fetch& fetch) {
   if constexpr (AMX) {
-    fetch.some();
+    fetch.next();
     get(x, ready);
     scale_rows(x, inverse);
   } else {
@@ -64,7 +64,7 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Stri
     if (BACKWARD && p.kept) {
       get(ks, st.kS + at);
     } else {
-      times_state(ks, p, k, S, st.rkS + at, ch.ik + i0, st.fetch);
+      times_state(ks, p, k, S, st.rkS + at, ch.ik + i0, *st.fetch);
       if (st.kS) put(st.kS + at, ks);
     }
   }
@@ -93,7 +93,7 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Stri
       if (BACKWARD && p.kept) {
         get(x, st.kR + at);
       } else {
-        times_state(x, p, k, R, st.rkR + at, ch.ik + i0, st.fetch);
+        times_state(x, p, k, R, st.rkR + at, ch.ik + i0, *st.fetch);
         if (st.kR) put(st.kR + at, x);
       }
       EACH(M, x.v[i][j] = splat(E[i]) * x.v[i][j] - r.v[i][j]);
@@ -110,10 +110,10 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Stri
   }
   if (BACKWARD) return;
   Tile<M> o;
-  times_state(o, p, q, S, st.qS + at, ch.iq + i0, st.fetch);
+  times_state(o, p, q, S, st.qS + at, ch.iq + i0, *st.fetch);
   scale_rows(o, ch.eu + i0);
   if (p.fitted) {
-    times_state(x, p, q, R, st.qR + at, ch.iq + i0, st.fetch);
+    times_state(x, p, q, R, st.qR + at, ch.iq + i0, *st.fetch);
     EACH(M, o.v[i][j] += splat(E[i] * ch.go[i0 + i]) * x.v[i][j]);
     mul_sum<2>(o, {ch.Au + i0 * C, ch.Ag + i0 * C}, C, 1, {st.u, st.w}, i0);
     mul_lower<0>(o, ch.Ag + i0 * C + i0, C, st.w + at);
@@ -153,7 +153,7 @@ template <class F> INLINE void renew(const Problem& p, float* S, int64_t n, Fetc
     return x;
   };
   for (int64_t d = 0; d < DEPTH; d += 2) {
-    fetch.some();
+    fetch.next();
     for (int j = 0; j < NV; ++j) amx_put_pair(to, d, j, row(d, j), row(d + 1, j));
   }
 }
@@ -201,14 +201,14 @@ inline void forward_strip(const Problem& p, const Task& task, const Chunk& ch, S
     if (p.fitted) amx_multiply(st.qR, NR, ch.q16, bR, p.blocks);
     if (p.fitted && p.delta) amx_multiply(st.rkR, NR, ch.k16, bR, p.blocks);
     strip_tiles<false>(p, task, ch, st, S, R, s);
-    absorb_tiles(p, ch, S, st.uL, st.fetch);
-    if (p.fitted) absorb_tiles(p, ch, R, st.wL, st.fetch);
+    absorb_tiles(p, ch, S, st.uL, *st.fetch);
+    if (p.fitted) absorb_tiles(p, ch, R, st.wL, *st.fetch);
   } else {
     const float *from = saved(ch.t), *S_in = from ? from : S, *R_in = from ? from + p.state : R;
     float *to = saved(ch.t + C), *S_out = to ? to : S, *R_out = to ? to + p.state : R;
     strip_tiles<false>(p, task, ch, st, S_in, R_in, s);
-    absorb(p, ch, S_in, S_out, st.uL, st.fetch);
-    if (p.fitted) absorb(p, ch, R_in, R_out, st.wL, st.fetch);
+    absorb(p, ch, S_in, S_out, st.uL, *st.fetch);
+    if (p.fitted) absorb(p, ch, R_in, R_out, st.wL, *st.fetch);
   }
 }
 
@@ -238,22 +238,24 @@ inline void forward_task(const Problem& p, const Task& task, int64_t first, int6
   Arena m;
   Chunk ch;
   Strip st;
+  Fetch fetch;
   float *S, *R;
   for (int pass = 0; pass < 2; ++pass) {
     if (pass) m = Arena{scratch_own.get(m.used), 0};
     ch.carve(m, p, false);
     st = forward_scratch(m);
-    st.fetch = fetch_scratch(m, p);
+    fetch = fetch_scratch(m, p);
     S = m.floats(count * p.panel);
     R = m.floats(count * p.panel);
   }
+  st.fetch = &fetch;
   for (int64_t s = 0; s < count; ++s) {
     start_state(p, state_of(p, p.a.S0, task), S + s * p.panel, first + s);
     if (p.fitted) start_state(p, state_of(p, p.a.R0, task), R + s * p.panel, first + s);
   }
   for (int64_t t = 0; t < task.length; t += C) {
     prepare(p, task, ch, t, false);
-    fetch_forward(st.fetch, p, task, t + C, first, count);
+    fetch_forward(fetch, p, task, t + C, first, count);
     for (int64_t s = 0; s < count; ++s) forward_strip(p, task, ch, st, S + s * p.panel, R + s * p.panel, first + s);
   }
   for (int64_t s = 0; s < count; ++s) {

@@ -35,6 +35,21 @@ typedef uint16_t HU __attribute__((vector_size(2 * W), aligned(2), may_alias));
 
 INLINE V load(const float* p) { return *(const VU*)p; }
 INLINE void store(float* p, V x) { *(VU*)p = x; }
+// A store that passes the caches by; p is a multiple of W floats. end_streams: before another thread may read it.
+INLINE void stream(float* p, V x) {
+#if defined(__AVX512F__) && !defined(RLA_W)
+  _mm512_stream_ps(p, (__m512)x);
+#elif defined(__AVX2__) && !defined(RLA_W)
+  _mm256_stream_ps(p, (__m256)x);
+#else
+  store(p, x);
+#endif
+}
+INLINE void end_streams() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
 INLINE V splat(float x) { return x - V{}; }  // x - 0 keeps the sign of zero
 
 template <class T> INLINE T least(T a, T b) { return a < b ? a : b; }
@@ -262,29 +277,34 @@ template <int H> INLINE void butterflies(V (&r)[W]) {
     }
   });
 }
-INLINE void transpose_block(const float* a, int64_t lda, float* b, int64_t ldb) {
+INLINE void transpose_block(const float* a, int64_t lda, float* b, int64_t ldb, const float* scale) {
   V r[W];
   unroll<W>([&](auto i) __attribute__((always_inline)) { r[i.value] = load(a + i.value * lda); });
   butterflies<1>(r);
   butterflies<2>(r);
   if constexpr (W >= 8) butterflies<4>(r);
   if constexpr (W >= 16) butterflies<8>(r);
+  if (scale) {
+    const V s = load(scale);
+    unroll<W>([&](auto i) __attribute__((always_inline)) { r[i.value] *= s; });
+  }
   unroll<W>([&](auto i) __attribute__((always_inline)) { store(b + i.value * ldb, r[i.value]); });
 }
 #else
-inline void transpose_block(const float* a, int64_t lda, float* b, int64_t ldb) {
+inline void transpose_block(const float* a, int64_t lda, float* b, int64_t ldb, const float* scale) {
   for (int i = 0; i < W; ++i)
-    for (int j = 0; j < W; ++j) b[j * ldb + i] = a[i * lda + j];
+    for (int j = 0; j < W; ++j) b[j * ldb + i] = scale ? a[i * lda + j] * scale[i] : a[i * lda + j];
 }
 #endif
 
-// b[j, i] = a[i, j] for i < rows, j < columns.
-inline void transpose(const float* a, int64_t lda, float* b, int64_t ldb, int64_t rows, int64_t columns) {
+// b[j, i] = a[i, j], times scale[i] if there is one, for i < rows, j < columns.
+inline void transpose(const float* a, int64_t lda, float* b, int64_t ldb, int64_t rows, int64_t columns,
+                      const float* scale = nullptr) {
   int64_t full = rows / W * W, width = columns / W * W;
   for (int64_t i = 0; i < full; i += W)
-    for (int64_t j = 0; j < width; j += W) transpose_block(a + i * lda + j, lda, b + j * ldb + i, ldb);
+    for (int64_t j = 0; j < width; j += W) transpose_block(a + i * lda + j, lda, b + j * ldb + i, ldb, scale ? scale + i : nullptr);
   for (int64_t i = 0; i < rows; ++i)
-    for (int64_t j = i < full ? width : 0; j < columns; ++j) b[j * ldb + i] = a[i * lda + j];
+    for (int64_t j = i < full ? width : 0; j < columns; ++j) b[j * ldb + i] = scale ? a[i * lda + j] * scale[i] : a[i * lda + j];
 }
 
 // Two accumulators: one would wait for itself. n is a multiple of 2 W.

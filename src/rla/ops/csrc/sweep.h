@@ -14,8 +14,6 @@
 
 namespace RLA_ISA {
 
-constexpr int64_t SEGMENT_CHUNKS = SEGMENT / C;
-
 // Sums over a block of value columns, for one chunk.
 struct Part {
   float *dqT, *dkT;            // [CP][K][NR]
@@ -37,27 +35,26 @@ enum { SUM_BETA, SUM_GAMMA, SUM_E, SUM_EP, SUM_R, SUMS };
 
 // Memory of one worker: panels of the block's columns, [columns / NR][C][NR] each.
 struct Sweep {
-  float *u[SEGMENT_CHUNKS], *w[SEGMENT_CHUNKS], *x[SEGMENT_CHUNKS], *y[SEGMENT_CHUNKS], *e[SEGMENT_CHUNKS],
+  float *x[SEGMENT_CHUNKS], *y[SEGMENT_CHUNKS], *e[SEGMENT_CHUNKS],
       *kS[SEGMENT_CHUNKS], *kR[SEGMENT_CHUNKS];  // the last two are not used where forward has kept them
   float *S[SEGMENT_CHUNKS], *R[SEGMENT_CHUNKS];  // incoming states of the chunks, panels of the block's columns; the first of a
                                                  // later segment are those that forward has saved
-  float *uL, *wL;                                // [C][NR]
+  float *u, *w, *uL, *wL;                        // [C][NR]: of one panel of one chunk
   float *dout, *dou, *dow;                       // do times 1, eu, E go
   float *nz, *ny, *dp, *dkS, *dkR;               // nz = -gamma z, ny = -beta y
   float *doutT, *uT, *wT, *dkST, *dkRT;          // [CP][columns][NR]
   float* sums;                                   // [SUMS][C][W]
-  Fetch* fetch;                                  // inputs of the segment before
+  Fetch* fetch;                                  // what the next chunk touches
 
   void carve(Arena& m, const Problem& p, int64_t strips) {
     int64_t n = strips * C * NR;
     for (int i = 0; i < SEGMENT_CHUNKS; ++i) {
-      for (float** a : {&u[i], &w[i], &x[i], &y[i], &e[i]}) *a = m.floats(n);
+      for (float** a : {&x[i], &y[i], &e[i]}) *a = m.floats(n);
       for (float** a : {&kS[i], &kR[i]}) *a = m.floats(p.kept ? 0 : n);
       S[i] = m.floats(strips * p.K * NR);
       R[i] = m.floats(p.fitted ? strips * p.K * NR : 0);
     }
-    uL = m.floats(C * NR);
-    wL = m.floats(C * NR);
+    for (float** a : {&u, &w, &uL, &wL}) *a = m.floats(C * NR);
     for (float** a : {&dout, &dou, &dow, &nz, &ny, &dp, &dkS, &dkR, &doutT, &uT, &wT, &dkST, &dkRT})
       *a = m.floats(n);
     sums = m.floats(SUMS * C * W);
@@ -66,8 +63,9 @@ struct Sweep {
   Strip strip(const Problem& p, const Task& task, const Chunk& ch, int i, int64_t first, int64_t s) const {
     int64_t at = s * C * NR;
     Strip st = {};
-    st.u = u[i] + at, st.w = w[i] + at, st.uL = uL, st.wL = wL;
+    st.u = u, st.w = w, st.uL = uL, st.wL = wL;
     st.x = x[i] + at, st.y = y[i] + at, st.e = e[i] + at, st.kS = kS[i] + at, st.kR = kR[i] + at;
+    st.fetch = fetch;
     st.keep(p, task, ch, first + s);
     return st;
   }
@@ -91,86 +89,91 @@ template <int M> INLINE void add_rows(float* sums, const Tile<M>& x, const float
   });
 }
 
+// x = L * (k d) + the rows of a^T do, a triangular: what a state's update of these tokens is the adjoint of, so far.
+// STRICT: a has no diagonal.
+template <int STRICT, int M>
+INLINE void adjoint_tile(Tile<M>& x, const Problem& p, const Chunk& ch, const float* d, const float* a, const float* dout,
+                         int64_t j0, Fetch& fetch) {
+  const int64_t end = j0 + M;
+  clear(x);
+  mul_rows(x, ch.k + j0 * p.ldk, p.ldk, d, p.K, fetch);
+  scale_rows(x, ch.L + j0);
+  mul_lower_transposed<STRICT>(x, a + j0 * C + j0, C, dout + j0 * NR);
+  mul_columns(x, a + end * C + j0, C, dout + end * NR, ch.c - end);
+}
+
+// dr of a tile, and from it nz, dkR and dp. panel: the panel's place in the block's arrays.
 template <int M>
-INLINE void sweep_tile(const Problem& p, const Task& task, const Chunk& ch, const Sweep& w, const Strip& st,
-                       const float* dS, const float* dR, int64_t panel, int64_t s, int64_t j0) {
-  const Args& a = p.a;
-  const int64_t ldk = p.ldk, K = p.K, at = j0 * NR, end = j0 + M, rest = ch.c - end;
-  const int64_t diagonal = j0 * C + j0, below = end * C + j0, later = panel + end * NR;
-  const float *k = ch.k + j0 * ldk, *E = ch.E + j0, *dout = w.dout + panel + at;
+INLINE void sweep_residual(const Problem& p, const Chunk& ch, const Sweep& w, const Strip& st, const float* dR, int64_t panel,
+                           int64_t j0) {
+  const int64_t at = j0 * NR, end = j0 + M;
+  const float* dout = w.dout + panel;
   float* sums = w.sums + j0 * W;
-  Tile<M> x, de, dkS;
+  Tile<M> x;
   if (p.fitted) {
-    clear(x);
-    mul_rows(x, k, ldk, dR, K, *w.fetch);
-    scale_rows(x, ch.L + j0);
-    mul_lower_transposed<0>(x, ch.Ag + diagonal, C, dout);
-    if (!p.delta) {
-      mul_columns(x, ch.Ag + below, C, w.dout + later, rest);
-    } else {
-      mul_sum<2>(x, {ch.Ag + below, ch.G + below}, 1, C, {w.dout + later, w.nz + later}, rest);
-      solve_lower_transposed(x, ch.G + diagonal, C, ch.gamma + j0);
+    adjoint_tile<0>(x, p, ch, dR, ch.Ag, dout, j0, *w.fetch);
+    if (p.delta) {
+      mul_columns(x, ch.G + end * C + j0, C, w.nz + panel + end * NR, ch.c - end);
+      solve_lower_transposed(x, ch.G + j0 * C + j0, C, ch.gamma + j0);
     }
     add_rows(sums + SUM_GAMMA * C * W, x, st.y + at);
-    scale_rows(x, ch.gamma + j0);
-    EACH(M, de.v[i][j] = psi_backward(load(st.e + at + i * NR + j * W), x.v[i][j], p));
+    EACH(M, x.v[i][j] *= splat(-ch.gamma[j0 + i]));
     if (p.delta) {
-      EACH(M, x.v[i][j] = -x.v[i][j]);
       put(w.nz + panel + at, x);
       add_rows(sums + SUM_E * C * W, x, st.kR + at);
-      put(w.dkR + panel + at, x, E);
+      put(w.dkR + panel + at, x, ch.E + j0);
     }
-  } else if (p.residual) {
+  } else {
     EACH(M, x.v[i][j] = psi(load(st.e + at + i * NR + j * W), p));
-    add_rows(sums + SUM_R * C * W, x, dout);
-    EACH(M, de.v[i][j] = psi_backward(load(st.e + at + i * NR + j * W),
-                                      splat(ch.go[j0 + i] * ch.diag[j0 + i]) * load(dout + i * NR + j * W), p));
-  } else {
-    clear(de);
+    add_rows(sums + SUM_R * C * W, x, dout + at);
+    EACH(M, x.v[i][j] = splat(-ch.go[j0 + i] * ch.diag[j0 + i]) * load(dout + at + i * NR + j * W));
   }
+  EACH(M, x.v[i][j] = psi_backward(load(st.e + at + i * NR + j * W), x.v[i][j], p));
+  put(w.dp + panel + at, x);
+  add_rows(sums + SUM_EP * C * W, x, st.kS + at);
+}
+
+// dv of a tile, ny and dkS. s: the panel's number.
+template <int M>
+INLINE void sweep_memory(const Problem& p, const Task& task, const Chunk& ch, const Sweep& w, const Strip& st, const float* dS,
+                         int64_t panel, int64_t s, int64_t j0) {
+  const Args& a = p.a;
+  const int64_t at = j0 * NR, end = j0 + M, below = end * C + j0, diagonal = j0 * C + j0, later = panel + end * NR;
+  const float* dp = w.dp + panel + at;
+  float* sums = w.sums + j0 * W;
+  Tile<M> x, y;
   if (p.residual) {
-    EACH(M, x.v[i][j] = -de.v[i][j]);
-    put(w.dp + panel + at, x);
-    add_rows(sums + SUM_EP * C * W, x, st.kS + at);
-    scale_rows(x, ch.Ep + j0);
-    dkS = x;
+    adjoint_tile<1>(x, p, ch, dS, ch.Au, w.dout + panel, j0, *w.fetch);
+    mul_lower_transposed<1>(x, ch.Gp + diagonal, C, dp);
+    if (p.delta) mul_sum<2>(x, {ch.Gp + below, ch.G + below}, 1, C, {w.dp + later, w.ny + later}, ch.c - end);
+    else mul_columns(x, ch.Gp + below, C, w.dp + later, ch.c - end);
   } else {
-    clear(dkS);
-  }
-  clear(x);
-  mul_rows(x, k, ldk, dS, K, *w.fetch);
-  scale_rows(x, ch.L + j0);
-  if (p.residual) {
-    mul_lower_transposed<1>(x, ch.Au + diagonal, C, dout);
-    mul_lower_transposed<1>(x, ch.Gp + diagonal, C, w.dp + panel + at);
-    const float *au = ch.Au + below, *gp = ch.Gp + below, *o = w.dout + later, *dp = w.dp + later;
-    if (p.delta) mul_sum<3>(x, {au, gp, ch.G + below}, 1, C, {o, dp, w.ny + later}, rest);
-    else mul_sum<2>(x, {au, gp}, 1, C, {o, dp}, rest);
-  } else {
-    mul_lower_transposed<0>(x, ch.Au + diagonal, C, dout);
-    mul_columns(x, ch.Au + below, C, w.dout + later, rest);
-    if (p.delta) mul_columns(x, ch.G + below, C, w.ny + later, rest);
+    adjoint_tile<0>(x, p, ch, dS, ch.Au, w.dout + panel, j0, *w.fetch);
+    if (p.delta) mul_columns(x, ch.G + below, C, w.ny + later, ch.c - end);
   }
   if (p.delta) solve_lower_transposed(x, ch.G + diagonal, C, ch.beta + j0);
   add_rows(sums + SUM_BETA * C * W, x, st.x + at);
   scale_rows(x, ch.beta + j0);
-  EACH(M, de.v[i][j] += x.v[i][j]);
+  y = x;
+  if (p.residual) EACH(M, y.v[i][j] -= load(dp + i * NR + j * W));
   const int64_t stride[3] = {a.T * a.HV * a.V, a.HV * a.V, a.V};
-  put_output(de, p.dtype, a.dv, task.row(stride, ch.t + j0, task.h) + s * NR, stride[1], p.V - s * NR);
+  put_output(y, p.dtype, a.dv, task.row(stride, ch.t + j0, task.h) + s * NR, stride[1], p.V - s * NR, p.past);
   if (p.delta) {
     EACH(M, x.v[i][j] = -x.v[i][j]);
     put(w.ny + panel + at, x);
     add_rows(sums + SUM_E * C * W, x, st.kS + at);
-    EACH(M, dkS.v[i][j] += splat(E[i]) * x.v[i][j]);
+    scale_rows(x, ch.E + j0);
+    if (p.residual) EACH(M, x.v[i][j] += splat(ch.Ep[j0 + i]) * load(dp + i * NR + j * W));
+    put(w.dkS + panel + at, x);
+  } else if (p.residual) {
+    EACH(M, store(w.dkS + panel + at + i * NR + j * W, splat(ch.Ep[j0 + i]) * load(dp + i * NR + j * W)));
   }
-  put(w.dkS + panel + at, dkS);
 }
 
 // One panel of columns, from the last token to the first. s: the panel's number, panel: its place in the block's arrays.
 inline void sweep_strip(const Problem& p, const Task& task, const Chunk& ch, const Sweep& w, const Strip& st,
                         const float* dS, const float* dR, int64_t panel, int64_t s) {
   const Args& a = p.a;
-  int starts[C], count = 0;
   tiles(ch.c, [&](auto m, int64_t i0) {
     constexpr int M = decltype(m)::value;
     Tile<M> x;
@@ -182,15 +185,10 @@ inline void sweep_strip(const Problem& p, const Task& task, const Chunk& ch, con
       scale_rows(x, ch.go + i0);
       put(w.dow + at, x, ch.E + i0);
     }
-    starts[count++] = (int)i0;
   });
-  for (int64_t end = ch.c; count--; end = starts[count]) {
-    int64_t j0 = starts[count], m = end - j0;
-    if (m == MR) sweep_tile<MR>(p, task, ch, w, st, dS, dR, panel, s, j0);
-    else if (m == 4) sweep_tile<4>(p, task, ch, w, st, dS, dR, panel, s, j0);
-    else if (m == 2) sweep_tile<2>(p, task, ch, w, st, dS, dR, panel, s, j0);
-    else sweep_tile<1>(p, task, ch, w, st, dS, dR, panel, s, j0);
-  }
+  if (p.residual)
+    tiles_back(ch.c, [&](auto m, int64_t j0) { sweep_residual<decltype(m)::value>(p, ch, w, st, dR, panel, j0); });
+  tiles_back(ch.c, [&](auto m, int64_t j0) { sweep_memory<decltype(m)::value>(p, task, ch, w, st, dS, panel, s, j0); });
 }
 
 INLINE void add_lanes(V (&sums)[NV], int M, const V (*x)[NV], const float* panel) {
@@ -247,24 +245,29 @@ inline void sweep_pairs(const Problem& p, const Chunk& ch, const Sweep& w, const
     for (int64_t s = 0; s * NR < i0 + M; ++s) {
       const float *uT = w.uT + s * columns * NR, *wT = w.wT + s * columns * NR;
       const int64_t to = s * C * NR + at;
+      const bool half = above_diagonal<M>(i0, s);
+      auto times = [&](Tile<M>& x, const float* rows, const float* b) __attribute__((always_inline)) {
+        if (half) mul_panels<0, 1>(x, rows + at, step, b, strips);
+        else mul_panels(x, rows + at, step, b, strips);
+      };
       Tile<M> x;
       clear(x);
-      mul_panels(x, w.dout + at, step, uT, strips);
+      times(x, w.dout, uT);
       put(part.Pu + to, x);
       if (p.fitted) {
         clear(x);
-        mul_panels(x, w.dout + at, step, wT, strips);
+        times(x, w.dout, wT);
         put(part.Pw + to, x);
       }
       if (p.delta) {
         clear(x);
-        mul_panels(x, w.ny + at, step, uT, strips);
-        if (p.fitted) mul_panels(x, w.nz + at, step, wT, strips);
+        times(x, w.ny, uT);
+        if (p.fitted) times(x, w.nz, wT);
         put(part.dG + to, x);
       }
       if (p.residual) {
         clear(x);
-        mul_panels(x, w.dp + at, step, uT, strips);
+        times(x, w.dp, uT);
         put(part.dGp + to, x);
       }
     }
@@ -288,21 +291,22 @@ inline float absorb_adjoint(const Problem& p, const Chunk& ch, const float* S, f
   return sum(dot[0] + dot[1]);
 }
 
-// to[CP][columns][NR] = the transpose of the block's panels x.
-inline void transpose_panels(const Chunk& ch, const float* x, float* to, int64_t strips) {
+// to[CP][columns][NR] = the transpose of the block's panels x, with its rows scaled if there is a scale.
+inline void transpose_panels(const Chunk& ch, const float* x, float* to, int64_t strips, const float* scale = nullptr) {
   for (int64_t s = 0; s * NR < ch.c; ++s) {
     int64_t n = least<int64_t>(NR, ch.c - s * NR);
     for (int64_t b = 0; b < strips; ++b)
-      transpose(x + b * C * NR + s * NR * NR, NR, to + (s * strips + b) * NR * NR, NR, n, NR);
+      transpose(x + b * C * NR + s * NR * NR, NR, to + (s * strips + b) * NR * NR, NR, n, NR, scale ? scale + s * NR : nullptr);
   }
 }
 
 // A segment of chunks in the columns of panels first .. first + strips - 1. dS, dR: the task's adjoints, all panels.
-// done(i) is called when parts[i] is complete, from the last chunk to the first.
-template <class F>
+// begin(i) is called before chunks[i] is used, done(i) when parts[i] is complete, from the last chunk to the first.
+template <class F, class G>
 inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunks, int count, const Part* parts,
-                          const Sweep& w, float* dS, float* dR, int64_t first, int64_t strips, F&& done) {
-  const int64_t size = p.K * NR, segment = chunks[0].t / SEGMENT;
+                          const Sweep& w, float* dS, float* dR, int64_t segment, int64_t first, int64_t strips,
+                          F&& begin, G&& done) {
+  const int64_t size = p.K * NR;
   dS += first * size;
   dR += first * size;
   const float *S[SEGMENT_CHUNKS], *R[SEGMENT_CHUNKS];
@@ -317,19 +321,21 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
     R[0] = S[0] + p.state;
   }
   for (int i = 0; i < count; ++i) {
+    begin(i);
+    fetch_recompute(*w.fetch, p, task, chunks[i].t);
     for (int64_t s = 0; s < strips; ++s) {
       Strip st = w.strip(p, task, chunks[i], i, first, s);
       strip_tiles<true>(p, task, chunks[i], st, S[i] + s * size, R[i] + s * size, first + s);
       if (i + 1 == count) continue;
-      absorb(p, chunks[i], S[i] + s * size, w.S[i + 1] + s * size, st.uL, st.fetch);
-      if (p.fitted) absorb(p, chunks[i], R[i] + s * size, w.R[i + 1] + s * size, st.wL, st.fetch);
+      absorb(p, chunks[i], S[i] + s * size, w.S[i + 1] + s * size, st.uL, *w.fetch);
+      if (p.fitted) absorb(p, chunks[i], R[i] + s * size, w.R[i + 1] + s * size, st.wL, *w.fetch);
     }
   }
   for (int i = count - 1; i >= 0; --i) {
     const Chunk& ch = chunks[i];
     const Part& part = parts[i];
     memset(w.sums, 0, SUMS * C * W * 4);
-    fetch_backward(*w.fetch, p, task, ch.t - SEGMENT);
+    fetch_sweep(*w.fetch, p, task, ch.t);
     for (int64_t s = 0; s < strips; ++s)
       sweep_strip(p, task, ch, w, w.strip(p, task, ch, i, first, s), dS + s * size, dR + s * size, s * C * NR, first + s);
     float* const sums[SUMS] = {part.beta, part.gamma, part.E, part.Ep, part.r};
@@ -339,8 +345,8 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
         sum4(load(x), load(x + W), load(x + 2 * W), load(x + 3 * W), sums[n] + t);
       }
     transpose_panels(ch, w.dout, w.doutT, strips);
-    transpose_panels(ch, w.u[i], w.uT, strips);
-    if (p.fitted) transpose_panels(ch, w.w[i], w.wT, strips);
+    transpose_panels(ch, w.x[i], w.uT, strips, ch.beta);
+    if (p.fitted) transpose_panels(ch, w.y[i], w.wT, strips, ch.gamma);
     if (p.delta || p.residual) transpose_panels(ch, w.dkS, w.dkST, strips);
     if (p.delta && p.fitted) transpose_panels(ch, w.dkR, w.dkRT, strips);
     sweep_keys(p, ch, w, part, S[i], R[i], dS, dR, strips);

@@ -28,6 +28,20 @@ template <class F> INLINE void tiles(int64_t rows, F&& f) {
   }
 }
 
+// The same from the last tile to the first.
+template <class F> INLINE void tiles_back(int64_t rows, F&& f) {
+  int64_t i = rows, rest = rows % MR;
+  if (MR == 6 && rest == 2 && rows >= 8) {
+    f(Int<4>{}, i -= 4);
+    f(Int<4>{}, i -= 4);
+  } else {
+    if (rest & 1) f(Int<1>{}, i -= 1);
+    if (rest & 2) f(Int<2>{}, i -= 2);
+    if (rest & 4) f(Int<4>{}, i -= 4);
+  }
+  while (i) f(Int<MR>{}, i -= MR);
+}
+
 template <int M, class F> INLINE void each(F&& f) {
   unroll<M>([&](auto i) __attribute__((always_inline)) {
     unroll<NV>([&](auto j) __attribute__((always_inline)) { f(Int<decltype(i)::value>{}, Int<decltype(j)::value>{}); });
@@ -46,38 +60,56 @@ template <int M> INLINE void scale_rows(Tile<M>& c, const float* s) { EACH(M, c.
 // Memory that will be needed: its lines are asked for one by one in the middle of products. Asked for all at once they
 // would wait for each other, and the products for them.
 struct Fetch {
-  const char** lines = nullptr;
-  int64_t count = 0, at = 0, share = 0;
+  struct Piece {
+    const char *begin, *end;
+  };
+  Piece* pieces = nullptr;
+  int64_t count = 0, at = 0, lines = 0, share = 0;  // share: lines to ask for at a time
+  Piece now = {};
 
+  void clear() { now = {}, count = at = lines = share = 0; }
   void add(const void* p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) lines[count++] = (const char*)p + i;
+    pieces[count++] = {(const char*)p, (const char*)p + bytes};
+    lines += (bytes + 63) / 64;
   }
+  // Spread the lines over so many calls of next.
+  void spread(int64_t calls) { share = (lines + calls - 1) / calls; }
   INLINE void next() {
-    if (at < count) __builtin_prefetch(lines[at++], 0, 2);
-  }
-  // In AMX code, which has fewer places to do it in: a few lines at once.
-  INLINE void some() {
-    for (int64_t n = share; n > 0; --n) next();
+    for (int64_t n = share; n; --n) {
+      if (now.begin >= now.end) {
+        if (at == count) return;
+        now = pieces[at++];
+      }
+      __builtin_prefetch(now.begin, 0, 2);
+      now.begin += 64;
+    }
   }
 };
 struct NoFetch {
   INLINE void next() {}
 };
-constexpr int64_t FETCH = 8;  // steps of a product between two lines
+constexpr int64_t FETCH = 8;  // steps of a product between two calls of next
+// Calls of next in a product of so many rows and steps.
+inline int64_t calls_of(int64_t rows, int64_t depth) { return (rows + MR - 1) / MR * ((depth + FETCH - 1) / FETCH); }
+
+// One step of a product: row i of c += a[i * si] * b, in the vectors J0 .. J1 - 1 of the tile.
+template <int J0 = 0, int J1 = NV, int M> INLINE void mul_step(Tile<M>& c, const float* a, int64_t si, const float* b) {
+  V y[NV];
+  unroll<J1 - J0>([&](auto j) __attribute__((always_inline)) { y[J0 + j.value] = load(b + (J0 + j.value) * W); });
+  unroll<M>([&](auto i) __attribute__((always_inline)) {
+    V x = splat(a[i * si]);
+    unroll<J1 - J0>([&](auto j) __attribute__((always_inline)) { c.v[i.value][J0 + j.value] += x * y[J0 + j.value]; });
+  });
+}
 
 // c += a b:  a[i * si + n * sn] is the left operand, b the panel [depth][NR].
-template <int M, class F = NoFetch>
+template <int J0 = 0, int J1 = NV, int M, class F = NoFetch>
 INLINE void mul(Tile<M>& c, const float* a, int64_t si, int64_t sn, const float* b, int64_t depth, F&& fetch = {}) {
   Tile<M> t = c;
   for (int64_t m = 0; m < depth; m += FETCH) {
     fetch.next();
     for (int64_t n = least(FETCH, depth - m); n; --n) {
-      V b0 = load(b), b1 = load(b + W);
-      unroll<M>([&](auto i) __attribute__((always_inline)) {
-        V x = splat(a[i * si]);
-        t.v[i][0] += x * b0;
-        t.v[i][1] += x * b1;
-      });
+      mul_step<J0, J1>(t, a, si, b);
       a += sn;
       b += NR;
     }
@@ -100,34 +132,23 @@ INLINE void mul_sum(Tile<M>& c, const float* const (&a)[N], int64_t si, int64_t 
   Tile<M> t = c;
   for (int64_t n = 0; n < depth; ++n) {
     unroll<N>([&](auto l) __attribute__((always_inline)) {
-      const float *x = a[l.value] + n * sn, *y = b[l.value] + n * NR;
-      V b0 = load(y), b1 = load(y + W);
-      unroll<M>([&](auto i) __attribute__((always_inline)) {
-        V z = splat(x[i * si]);
-        t.v[i][0] += z * b0;
-        t.v[i][1] += z * b1;
-      });
+      mul_step(t, a[l.value] + n * sn, si, b[l.value] + n * NR);
     });
   }
   c = t;
 }
 
 // c += a b where a is given by panels [rows][NR], `a_step` apart, and b has NR rows for each of them.
-template <int M, class F = NoFetch>
+template <int J0 = 0, int J1 = NV, int M, class F = NoFetch>
 INLINE void mul_panels(Tile<M>& c, const float* a, int64_t a_step, const float* b, int64_t count, F&& fetch = {}) {
   Tile<M> t = c;
   for (int64_t s = 0; s < count; ++s) {
-    const float* x = a;
-    for (int64_t n = 0; n < NR; ++n) {
-      if (n % FETCH == 0) fetch.next();
-      V b0 = load(b), b1 = load(b + W);
-      unroll<M>([&](auto i) __attribute__((always_inline)) {
-        V y = splat(x[i * NR]);
-        t.v[i][0] += y * b0;
-        t.v[i][1] += y * b1;
-      });
-      ++x;
-      b += NR;
+    for (int64_t m = 0; m < NR; m += FETCH) {
+      fetch.next();
+      for (int64_t n = m; n < m + FETCH; ++n) {
+        mul_step<J0, J1>(t, a + n, NR, b);
+        b += NR;
+      }
     }
     a += a_step;
   }
@@ -199,10 +220,11 @@ INLINE void get_input(Tile<M>& c, int dtype, const void* p, int64_t at, int64_t 
   }
 }
 template <int M>
-INLINE void put_output(const Tile<M>& c, int dtype, void* p, int64_t at, int64_t stride, int64_t columns) {
+INLINE void put_output(const Tile<M>& c, int dtype, void* p, int64_t at, int64_t stride, int64_t columns, bool past = false) {
   if (dtype == F32 && columns >= NR) {
     float* x = (float*)p + at;
-    EACH(M, store(x + i * stride + j * W, c.v[i][j]));
+    if (past) EACH(M, stream(x + i * stride + j * W, c.v[i][j]));
+    else EACH(M, store(x + i * stride + j * W, c.v[i][j]));
   } else if (dtype == BF16 && columns >= NR) {
     uint16_t* x = (uint16_t*)p + at;
     EACH(M, store_bf16(x + i * stride + j * W, c.v[i][j]));
