@@ -30,6 +30,25 @@ def test_half_precision(backend, name, case, dtype):
     assert_agrees(ALL[name], WEIRD[case], backend, DTYPES[dtype])
 
 
+@pytest.mark.parametrize("used", ("o", "S", "R"))
+@pytest.mark.parametrize(("backend", "name"), served(MAIN))
+def test_gradients_of_one_output_alone(backend, name, used):
+    """What the loss doesn't see has no gradient to hand to a backend."""
+    method, case = ALL[name], WEIRD["packed"]
+    if used == "R" and not method.has_R:
+        pytest.skip(f"{name} has no R")
+    skip_unless_serves(backend, method, torch.float32, case)
+
+    def grads(x, backend):
+        o, state = call(x, method, backend, case.cu_seqlens)
+        loss = {"o": o, "S": state.S, "R": state.R}[used].square().sum()
+        found = torch.autograd.grad(loss, list(x.values()), allow_unused=True)
+        return {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(x.items(), found, strict=True)}
+
+    x = make(method, case, torch.float32)
+    assert_close(grads(x, backend), grads(upcast(x), "reference"), torch.float32, gradients=True)
+
+
 @pytest.mark.parametrize(("backend", "name"), served(MAIN))
 def test_float32_gates_with_half_inputs(backend, name):
     skip_unless_serves(backend, ALL[name], torch.bfloat16, WEIRD["T65"])

@@ -125,7 +125,7 @@ def _(q, k, v, log_alpha, beta, gamma, S0, R0, cu_seqlens, method, backend, save
 @torch.library.custom_op("rla::attend_backward", mutates_args=())
 def _attend_backward(
     do: Tensor,
-    dS: Tensor,
+    dS: Tensor | None,
     dR: Tensor | None,
     q: Tensor,
     k: Tensor,
@@ -157,16 +157,13 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[3])
     ctx.mark_non_differentiable(output[3])
-    ctx.out_shape, ctx.state_shape = output[0].shape, output[1].shape
+    ctx.out_shape = output[0].shape
 
 
 def _backward(ctx, do, dS, dR, _):
     *inputs, cu_seqlens, saved = ctx.saved_tensors
-    q = inputs[0]
-    zeros = functools.partial(q.new_zeros, ctx.state_shape, dtype=saved.dtype)
-    do = q.new_zeros(ctx.out_shape) if do is None else do
-    dS = zeros() if dS is None else dS
-    dR = (zeros() if dR is None else dR) if _decode(ctx.method).has_R else None
+    do = inputs[0].new_zeros(ctx.out_shape) if do is None else do
+    dR = dR if _decode(ctx.method).has_R else None
     grads = _attend_backward(do, dS, dR, *inputs, cu_seqlens, saved, ctx.method, ctx.backend)
     return (*(None if x is None else grad for x, grad in zip(inputs, grads, strict=True)), None, None, None, None)
 

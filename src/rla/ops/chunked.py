@@ -102,7 +102,7 @@ def forward(
 
 def backward(
     do: Tensor,
-    dS: Tensor,
+    dS: Tensor | None,  # of the final states; None: 0
     dR: Tensor | None,
     q: Tensor,
     k: Tensor,
@@ -121,8 +121,11 @@ def backward(
     bounds = None if cu_seqlens is None else cu_seqlens.tolist()
     inputs = (q, k, v, log_alpha, beta, gamma)
     grads = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
-    dS = dS.clone()
-    dR = dR.clone() if dR is not None else torch.zeros_like(dS[:0])
+    N, HV = B if bounds is None else len(bounds) - 1, v.shape[2]
+    dS, dR = (
+        q.new_zeros(N if exists else 0, HV, q.shape[3], v.shape[3], dtype=saved.dtype) if x is None else x.clone()
+        for x, exists in ((dS, True), (dR, method.has_R))
+    )
     steps = list(_steps(B, T, bounds, _chunk_size(method)))
     for rows, tokens, states, chunks in reversed(steps):
         c = _Chunk.load(*inputs, rows, tokens, method)

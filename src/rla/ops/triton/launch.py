@@ -179,7 +179,7 @@ def forward(
 
 def backward(
     do: Tensor,
-    dS: Tensor,
+    dS: Tensor | None,
     dR: Tensor | None,
     q: Tensor,
     k: Tensor,
@@ -208,7 +208,10 @@ def backward(
     adjoints, y, dv = torch.empty_like(states), torch.empty_like(p.v), torch.empty_like(p.v)
     z = torch.empty_like(p.v) if s["FITTED"] else None
     dS0, dR0 = (None if M is None else torch.empty_like(M) for M in (p.S0, p.R0))
-    dS, dR = dS.contiguous(), None if dR is None else dR.contiguous()
+    dS, dR = (
+        (q.new_zeros(p.N, p.HV, p.K, p.V, dtype=torch.float32) if x is None else x.contiguous()) if exists else None
+        for x, exists in ((dS, True), (dR, method.has_R))
+    )
     p.run(
         reverse, p.N * p.HV * triton.cdiv(p.V, tile.BV), tile,
         p.qn, p.kn, do, p.beta, p.gamma, p.mats, p.vecs, slopes, dS, dR, p.cu, dS0, dR0, adjoints, y, z, dv,
