@@ -105,7 +105,13 @@ def configure(
         elif arch >= 100 and 32 < K <= 64:
             prepare = replace(prepare, warps=8)
     if small:
-        scan, reverse = replace(scan, stages=1), replace(reverse, stages=1)
+        scan = replace(scan, stages=1)
+        if not half or K > 128:  # up to there two fit, and with one registers spill
+            reverse = replace(reverse, stages=1)
+        elif K > 64 and residual:  # with 16 columns too
+            reverse = replace(reverse, BV=power(V, 8))
+            if additive:
+                scan = Tile(64, power(V, 8), 4, 1)
     return Config(
         C=C,
         precision=precision,
