@@ -258,10 +258,11 @@ def test_candidates_that_do_not_fit_are_left_out():
 
 
 @pytest.mark.parametrize("itemsize", (2, 4))
-def test_gpus_with_little_shared_memory_load_one_stage_ahead(itemsize):
+def test_gpus_with_little_shared_memory_load_less_ahead(itemsize):
     for size in (64, 128, 256):
         small = config.configure(size, size, itemsize, "cuda", 89)
-        assert (small.scan.stages, small.reverse.stages) == (1, 1)
+        fits = itemsize == 2 and size <= 128  # two stages of the reverse scan, in 99 KiB
+        assert (small.scan.stages, small.reverse.stages) == (1, 2 if fits else 1)
         assert config.configure(size, size, itemsize, "cuda", 120) == small
 
 
