@@ -310,6 +310,8 @@ def test_kernel_verdicts():
     assert "1.10 times as long" in linear.evidence
     slow = {("rla", "native", 10): 1.0, ("rla", "native", 100): 50.0, ("softmax", "sdpa", 100): 30.0}
     assert [v.outcome for v in timing.kernel_verdicts(results(slow))] == ["disagrees", "disagrees"]
+    noisy = fast | {("rla", "native", 100): 13.0}  # the ends of the ranges are within the rule
+    assert timing.kernel_verdicts(results(noisy))[0].outcome == "not testable at this scale"
     close = fast | {("softmax", "sdpa", 100): 11.5}
     assert timing.kernel_verdicts(results(close))[1].outcome == "not testable at this scale"
     assert timing.kernel_verdicts(results({("rla", "native", 10): 1.0})) == []
