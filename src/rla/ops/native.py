@@ -8,7 +8,7 @@ On CPUs with AMX the forward of bfloat16 rounds states and updates to bfloat16 w
 systems, sums and backward stay in float32. The first such call tries AMX in a child process: see `amx`.
 
 `saved`, what forward leaves for backward, holds in panels of value columns the states at every 128th token and, of float32
-inputs, the products k S and k R of every token: backward computes the rest again.
+inputs, what S and R predict for every token: backward computes the rest again.
 """
 
 from __future__ import annotations

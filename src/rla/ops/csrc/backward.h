@@ -2,11 +2,12 @@
 // finished here: what sums over value columns and over the value heads of a key head.
 //
 //     dqk = (do u^T) * Du + go * (do w^T) * D        Du: the decays in Au
-//     dkk = dG * D + dG' * D'
+//     dkk = dG' * D'
 //     dq = (through the states) + dqk k
 //     dk = (through the states) + dqk^T q + (dkk + dkk^T) k
-//     X = entries times their decays D, Y = those with D'
-//     db' = rows(Y) + dE';   db = rows(X) - cols(X) - cols(Y) + dE - dL + db';   db_C += sum(dL) + exp(b_C) <dS, S>
+//     X = entries of A times their adjoints, Y = those with D', Z = those of G'
+//     db' = rows(Y) + dE' + error;   db = rows(X) - cols(X + Y + Z) + dE + delta - dL + db';   db_C += sum(dL) + exp(b_C) <dS, S>
+//     error, delta: see Part. Of a prediction, rows(Z) and the part with E' together are the prediction times its adjoint.
 //     dlog_alpha = reverse_cumsum(db) - db'
 //
 // Sums over blocks of value columns run in a fixed order, and the blocks depend on shapes only.
@@ -65,19 +66,15 @@ inline void finish_pairs(const Problem& p, const Task& task, const Chunk& ch, co
         x += go * A;
         dqk += select(lower, go * pw * D, V{});
       }
-      if (p.delta) {
-        V g = add_parts(parts, step, blocks, &Part::dG, panel);
-        x += select(strict, g * load(ch.G + at), V{});
-        dkk += select(strict, g * D, V{});
-      }
-      if (p.residual) {
-        V g = add_parts(parts, step, blocks, &Part::dGp, panel);
-        y += select(strict, g * load(ch.Gp + at), V{});
-        dkk += select(strict, g * Dp, V{});
-      }
       rows_x += x;
       rows_y += y;
-      store(f.columns + j, load(f.columns + j) + x + y);
+      x += y;
+      if (keys) {
+        V g = add_parts(parts, step, blocks, &Part::dGp, panel);
+        x += select(strict, g * load(ch.Gp + at), V{});
+        dkk = select(strict, g * Dp, V{});
+      }
+      store(f.columns + j, load(f.columns + j) + x);
       store(f.dqk + panel, dqk);
       if (keys) store(f.dkk + panel, dkk);
     }
@@ -87,14 +84,13 @@ inline void finish_pairs(const Problem& p, const Task& task, const Chunk& ch, co
       if (keys) store(f.dkk + panel, V{});
     }
     const float qS = add_part(parts, step, blocks, &Part::qS, i), qR = add_part(parts, step, blocks, &Part::qR, i);
-    const float E = add_part(parts, step, blocks, &Part::E, i), Ep = add_part(parts, step, blocks, &Part::Ep, i);
     dbp[i] = sum(rows_y);
     db[i] = sum(rows_x);
-    if (p.residual) dbp[i] += ch.Ep[i] * Ep;
+    if (p.residual) dbp[i] += add_part(parts, step, blocks, &Part::error, i);
     if (p.sum) dbp[i] += ch.Ep[i] * qS;
     else db[i] += ch.E[i] * qS;
     if (p.fitted) db[i] += ch.E[i] * ch.go[i] * qR;
-    if (p.delta) db[i] += ch.E[i] * E;
+    if (p.delta) db[i] += add_part(parts, step, blocks, &Part::delta, i);
     dgamma[i] = 0;
     if (p.fitted) dgamma[i] = add_part(parts, step, blocks, &Part::gamma, i);
     if (p.fitted && p.gated) dgamma[i] += ch.E[i] * qR + sum(rows_go);

@@ -2,7 +2,7 @@
 // and the C x C matrices of design notes:
 //
 //     D_ij = alpha_{j+1} .. alpha_i,   D'_ij = D_{i-1,j}
-//     A = (q k^T) * D    G = (k k^T) * D    G' = (k k^T) * D'    Au: what u meets in the output, A or (q k^T) * D'
+//     A = (q k^T) * D    G' = (k k^T) * D'    Au: what u meets in the output, A or (q k^T) * D'
 //
 // Decays are running products, never exponentials of differences, so alpha = 0 is exact.
 #pragma once
@@ -82,7 +82,7 @@ struct Problem {
   bool delta, residual, fitted, gated, sum;
   int dtype;
   int64_t state;  // floats of one state in panels
-  int64_t kept;   // products of k with a state that forward keeps for backward; of half precision they would be larger than q
+  int64_t kept;   // predictions that forward keeps for backward; of half precision they would be larger than q
   int64_t blocks;  // of K, in operands of AMX
   int64_t panel;   // floats of a panel of a running state; with AMX its right operand follows it
   bool past;       // dq, dk and dv are too large to stay in the caches and are written past them: nothing is read to be overwritten
@@ -126,9 +126,9 @@ struct Task {
     return b * stride[0] + (start + t) * stride[1] + head * stride[2];
   }
   int64_t gate(const Problem& p, int64_t t) const { return (b * p.a.T + start + t) * p.a.HV + h; }
-  // What forward saves: products that it keeps, and states.
-  // Panel s of k S (n = 0) or k R (n = 1), of the states that the token's chunk begins with: rows from token t on.
-  float* product(const Problem& p, int64_t n, int64_t s, int64_t t) const {
+  // What forward saves: predictions that it keeps, and states.
+  // Panel s of what S (n = 0) or R (n = 1) predicts: rows from token t on.
+  float* prediction(const Problem& p, int64_t n, int64_t s, int64_t t) const {
     return p.a.saved + (((h * p.strips + s) * p.kept + n) * p.tokens() + b * p.a.T + start + t) * NR;
   }
   // Whether forward saves the states that the chunk at t begins with.
@@ -146,9 +146,10 @@ struct Chunk {
   float *q, *k, *qT, *kT;               // [C, ldk], transposed panels [CP][K][NR]
   uint16_t *q16, *k16, *k16T, *k16L;    // with AMX instead, before the norm: left operands, k^T as a right and a left one
   float *qk, *kk;                       // and their products q k^T, k k^T [C, C]
-  float *D, *A, *Ag, *Au, *G, *Gp;      // [C, C]; Ag = go * A
+  float *D, *A, *Ag, *Au, *Gp;          // [C, C]; Ag = go * A
   float *E, *Ep, *L;                    // exp(b), exp(b'), exp(b_C - b), zero beyond c
   float *alpha, *beta, *gamma, *go, *eu, *diag;  // go: gamma or 1 in the output; eu: E or E'; diag: q_i.k_i
+  float *ab, *ag;                       // alpha beta, alpha gamma
   float *iq, *ik;                       // 1 / norms
   float decay;                          // exp(b_C)
 
@@ -167,13 +168,12 @@ struct Chunk {
     A = m.floats(C * C);
     Ag = p.fitted ? m.floats(C * C) : nullptr;
     Au = p.sum ? m.floats(C * C) : A;
-    G = m.floats(C * C);
     Gp = m.floats(C * C);
-    for (float** x : {&E, &Ep, &L, &alpha, &beta, &gamma, &go, &eu, &diag, &iq, &ik}) *x = m.floats(C);
+    for (float** x : {&E, &Ep, &L, &alpha, &beta, &gamma, &go, &eu, &diag, &ab, &ag, &iq, &ik}) *x = m.floats(C);
   }
 };
 
-// Memory for what is fetched in a chunk: rows of at most seven inputs and outputs, products and states.
+// Memory for what is fetched in a chunk: rows of at most seven inputs and outputs, predictions and states.
 inline Fetch fetch_scratch(Arena& m, const Problem& p) {
   const int64_t pieces = 7 * C + p.strips * p.kept + p.states();
   return {(Fetch::Piece*)m.floats(pieces * (int64_t)sizeof(Fetch::Piece) / 4)};
@@ -200,7 +200,7 @@ inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t 
   fetch_inputs(f, p, task, t, first, count);
   if (p.a.saved)
     for (int64_t s = first; s < first + count; ++s)
-      for (int64_t n = 0; n < p.kept; ++n) f.add(task.product(p, n, s, t), least<int64_t>(C, task.length - t) * NR * 4);
+      for (int64_t n = 0; n < p.kept; ++n) f.add(task.prediction(p, n, s, t), least<int64_t>(C, task.length - t) * NR * 4);
   fetch_rows(f, p, task, (char*)p.a.o + first * NR * p.bytes(), o_stride, task.h, p.columns(first, count), t);
   if (p.a.saved && task.saves(t + C))
     for (int64_t n = 0; n < p.states(); ++n)
@@ -311,6 +311,8 @@ inline void load_gates(const Problem& p, const Task& task, const Chunk& ch) {
     ch.Ep[i] = in ? last : 0;
     ch.beta[i] = !in ? 0 : a.beta ? a.beta[at] : 1;
     ch.gamma[i] = !in ? 0 : a.gamma ? a.gamma[at] : 1;
+    ch.ab[i] = alpha * ch.beta[i];
+    ch.ag[i] = alpha * ch.gamma[i];
     ch.go[i] = p.gated ? ch.gamma[i] : in;
     ch.eu[i] = p.sum ? ch.Ep[i] : ch.E[i];
     float* row = ch.D + i * C;
@@ -374,8 +376,7 @@ inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bo
       if (p.sum) EACH(M, if (i0 + i) store(ch.Au + at + i * C + j * W, x.v[i][j] * load(Dp + i * C + j * W)));
       if (!keys) continue;
       times_keys(x, p, ch, ch.k, ch.kk, ch.ik, i0, s);
-      if (p.delta) EACH(M, store(ch.G + at + i * C + j * W, x.v[i][j] * load(D + i * C + j * W)));
-      if (p.residual) EACH(M, if (i0 + i) store(ch.Gp + at + i * C + j * W, x.v[i][j] * load(Dp + i * C + j * W)));
+      EACH(M, if (i0 + i) store(ch.Gp + at + i * C + j * W, x.v[i][j] * load(Dp + i * C + j * W)));
     }
   });
 }

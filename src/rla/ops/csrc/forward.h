@@ -1,8 +1,10 @@
 // Forward: one pass over the chunks of a sequence for S and R together, a panel of value columns at a time.
 //
-//     x = v - [delta] (E * (k S) + G u)      u = beta * x
-//     e = v - (E' * (k S) + G' u)            r = psi(e)
-//     y = r - [delta] (E * (k R) + G w)      w = gamma * y
+//     pS = E' * (k S) + G' u                 what S, before a token, predicts for it
+//     x = v - [delta] alpha pS               u = beta * x
+//     e = v - pS                             r = psi(e)
+//     pR = E' * (k R) + G' w
+//     y = r - [delta] alpha pR               w = gamma * y
 //     o = eu * (q S) + Au u + go * E * (q R) + Ag w
 //     S <- exp(b_C) S + k^T (L * u)          R <- exp(b_C) R + k^T (L * w)
 //
@@ -25,13 +27,13 @@ INLINE V psi(V e, const Problem& p) {
 struct Strip {
   float *u, *w, *uL, *wL;  // uL = L * u
   float *x, *y, *e;
-  float *kS = nullptr, *kR = nullptr;  // null in a forward that keeps nothing
+  float *pS = nullptr, *pR = nullptr;  // null in a forward that keeps nothing
   float *rkS = nullptr, *rkR = nullptr, *qS = nullptr, *qR = nullptr;  // with AMX: k S ... q R without the norms of q and k
   Fetch* fetch;  // what the next chunk touches
-  // kS and kR are those that forward keeps for backward, if it does.
+  // pS and pR are those that forward keeps for backward, if it does.
   void keep(const Problem& p, const Task& task, const Chunk& ch, int64_t s) {
-    if (p.kept > 0) kS = task.product(p, 0, s, ch.t);
-    if (p.kept > 1) kR = task.product(p, 1, s, ch.t);
+    if (p.kept > 0) pS = task.prediction(p, 0, s, ch.t);
+    if (p.kept > 1) pR = task.prediction(p, 1, s, ch.t);
   }
 };
 
@@ -52,54 +54,45 @@ INLINE void times_state(Tile<M>& x, const Problem& p, const float* rows, const f
   }
 }
 
+// What a state predicts for the tokens of a tile: x = E' * (k S) + G' u, where u = rate * (v - [delta] alpha x) of earlier tokens.
+// u: the rows before the tile. kept: where it is put, or where it lies already (BACKWARD).
+template <bool BACKWARD, int M>
+INLINE void predict(Tile<M>& x, const Problem& p, const Chunk& ch, const Tile<M>& v, const float* rate, const float* decayed_rate,
+                    const float* u, const float* S, const float* ready, float* kept, int64_t i0, Fetch& fetch) {
+  if (BACKWARD && p.kept) return get(x, kept + i0 * NR);
+  const float *G = ch.Gp + i0 * C, *diagonal = G + i0;
+  times_state(x, p, ch.k + i0 * p.ldk, S, ready + i0 * NR, ch.ik + i0, fetch);
+  scale_rows(x, ch.Ep + i0);
+  mul_rows(x, G, C, u, i0);
+  if (p.delta) solve_lower<true>(x, v, diagonal, C, rate + i0, decayed_rate + i0);
+  else solve_lower<false>(x, v, diagonal, C, rate + i0, decayed_rate + i0);
+  if (kept) put(kept + i0 * NR, x);
+}
+
 template <bool BACKWARD, int M>
 INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Strip& st, const float* S,
                        const float* R, int64_t s, int64_t i0) {
   const Args& a = p.a;
-  const int64_t ldk = p.ldk, at = i0 * NR, columns = p.V - s * NR;
-  const float *k = ch.k + i0 * ldk, *q = ch.q + i0 * ldk, *E = ch.E + i0;
-  Tile<M> v, x, ks, r;
+  const int64_t at = i0 * NR, columns = p.V - s * NR;
+  const float *q = ch.q + i0 * p.ldk, *E = ch.E + i0, *alpha = ch.alpha + i0;
+  Tile<M> v, x, r;
   get_input(v, p.dtype, a.v, task.row(a.v_stride, ch.t + i0, task.h) + s * NR, a.v_stride[1], columns);
-  if (p.delta || p.residual) {
-    if (BACKWARD && p.kept) {
-      get(ks, st.kS + at);
-    } else {
-      times_state(ks, p, k, S, st.rkS + at, ch.ik + i0, *st.fetch);
-      if (st.kS) put(st.kS + at, ks);
-    }
+  if (p.delta || p.residual) predict<BACKWARD>(x, p, ch, v, ch.beta, ch.ab, st.u, S, st.rkS, st.pS, i0, *st.fetch);
+  if (p.residual) {
+    EACH(M, r.v[i][j] = v.v[i][j] - x.v[i][j]);
+    if (BACKWARD) put(st.e + at, r);
+    EACH(M, r.v[i][j] = psi(r.v[i][j], p));
   }
-  if (p.delta) {
-    EACH(M, x.v[i][j] = splat(E[i]) * ks.v[i][j] - v.v[i][j]);
-    mul_rows(x, ch.G + i0 * C, C, st.u, i0);
-    EACH(M, x.v[i][j] = -x.v[i][j]);
-    solve_lower(x, ch.G + i0 * C + i0, C, ch.beta + i0);
-  } else {
-    x = v;
-  }
+  if (p.delta) EACH(M, x.v[i][j] = v.v[i][j] - splat(alpha[i]) * x.v[i][j]);
+  else x = v;
   if (BACKWARD) put(st.x + at, x);
   scale_rows(x, ch.beta + i0);
   put(st.u + at, x);
   put(st.uL + at, x, ch.L + i0);
-  if (p.residual) {
-    scale_rows(ks, ch.Ep + i0);
-    mul_rows(ks, ch.Gp + i0 * C, C, st.u, i0);
-    mul_lower<1>(ks, ch.Gp + i0 * C + i0, C, st.u + at);
-    EACH(M, r.v[i][j] = v.v[i][j] - ks.v[i][j]);
-    if (BACKWARD) put(st.e + at, r);
-    EACH(M, r.v[i][j] = psi(r.v[i][j], p));
-  }
   if (p.fitted) {
     if (p.delta) {
-      if (BACKWARD && p.kept) {
-        get(x, st.kR + at);
-      } else {
-        times_state(x, p, k, R, st.rkR + at, ch.ik + i0, *st.fetch);
-        if (st.kR) put(st.kR + at, x);
-      }
-      EACH(M, x.v[i][j] = splat(E[i]) * x.v[i][j] - r.v[i][j]);
-      mul_rows(x, ch.G + i0 * C, C, st.w, i0);
-      EACH(M, x.v[i][j] = -x.v[i][j]);
-      solve_lower(x, ch.G + i0 * C + i0, C, ch.gamma + i0);
+      predict<BACKWARD>(x, p, ch, r, ch.gamma, ch.ag, st.w, R, st.rkR, st.pR, i0, *st.fetch);
+      EACH(M, x.v[i][j] = r.v[i][j] - splat(alpha[i]) * x.v[i][j]);
     } else {
       x = r;
     }

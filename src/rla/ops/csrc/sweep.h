@@ -1,14 +1,14 @@
 // Backward of one chunk in a block of value columns: what depends on v, u, w and the states. Letters as in forward.h;
 // dS, dR come in as adjoints of the outgoing states and go out as those of the incoming ones.
 //
-//     z = (I + gamma G)^-T (Ag^T do + L * (k dR))                 additive: without the solve
-//     dr = gamma z      de = psi'(e) dr      dp = -de
-//     y = (I + beta G)^-T (G'^T dp + Au^T do + L * (k dS))
-//     dv = de + beta y      dkS = E' dp - E beta y      dkR = -E gamma z       (the terms with E for delta only)
+//     z = Ag^T do + L * (k dR) + G'^T dpR                 dpR = -[delta] alpha gamma z      (a solve, from the last token on)
+//     dr = gamma z      de = psi'(e) dr
+//     y = Au^T do + L * (k dS) + G'^T dpS                 dpS = -de - [delta] alpha beta y
+//     dv = de + beta y      dkS = E' dpS      dkR = E' dpR
 //     dS <- exp(b_C) dS + q^T (eu * do) + k^T dkS       dR <- exp(b_C) dR + q^T (E * go * do) + k^T dkR
 //
 // What sums over value columns is left in a Part, for finish.h: the parts of dq and dk that come through the states,
-// do u^T, do w^T, the adjoints of G and G', and sums by rows for the gates.
+// do u^T, do w^T, the adjoint of G', and sums by rows for the gates.
 #pragma once
 #include "forward.h"
 
@@ -17,31 +17,31 @@ namespace RLA_ISA {
 // Sums over a block of value columns, for one chunk.
 struct Part {
   float *dqT, *dkT;            // [CP][K][NR]
-  float *Pu, *Pw, *dG, *dGp;   // [CP][C][NR], lower triangular: do u^T, do w^T, adjoints of G and G'
+  float *Pu, *Pw, *dGp;        // [CP][C][NR], lower triangular: do u^T, do w^T, the adjoint of G'
   float *beta, *gamma;         // rs(y * x), rs(z * y)
-  float *E, *Ep;               // -rs(beta y * kS) - rs(gamma z * kR), rs(dp * kS)
+  float *delta, *error;        // -alpha (rs(beta y * pS) + rs(gamma z * pR)): predictions that the delta rule takes away; -rs(de * pS)
   float *qS, *qR, *kd, *r;     // rs(do * qS), rs(do * qR), rs(k * (u dS^T + w dR^T)), rs(do * r)
   float *state;                // <dS, S> + <dR, R>
 
   void carve(Arena& m, const Problem& p) {
     dqT = m.floats(C * p.K);
     dkT = m.floats(C * p.K);
-    for (float** x : {&Pu, &Pw, &dG, &dGp}) *x = m.floats(C * C);
-    for (float** x : {&beta, &gamma, &E, &Ep, &qS, &qR, &kd, &r, &state}) *x = m.floats(C);
+    for (float** x : {&Pu, &Pw, &dGp}) *x = m.floats(C * C);
+    for (float** x : {&beta, &gamma, &delta, &error, &qS, &qR, &kd, &r, &state}) *x = m.floats(C);
   }
 };
 
-enum { SUM_BETA, SUM_GAMMA, SUM_E, SUM_EP, SUM_R, SUMS };
+enum { SUM_BETA, SUM_GAMMA, SUM_DELTA, SUM_ERROR, SUM_R, SUMS };
 
 // Memory of one worker: panels of the block's columns, [columns / NR][C][NR] each.
 struct Sweep {
   float *x[SEGMENT_CHUNKS], *y[SEGMENT_CHUNKS], *e[SEGMENT_CHUNKS],
-      *kS[SEGMENT_CHUNKS], *kR[SEGMENT_CHUNKS];  // the last two are not used where forward has kept them
+      *pS[SEGMENT_CHUNKS], *pR[SEGMENT_CHUNKS];  // the last two are not used where forward has kept them
   float *S[SEGMENT_CHUNKS], *R[SEGMENT_CHUNKS];  // incoming states of the chunks, panels of the block's columns; the first of a
                                                  // later segment are those that forward has saved
   float *u, *w, *uL, *wL;                        // [C][NR]: of one panel of one chunk
   float *dout, *dou, *dow;                       // do times 1, eu, E go
-  float *nz, *ny, *dp, *dkS, *dkR;               // nz = -gamma z, ny = -beta y
+  float *dpS, *dpR, *dkS, *dkR;                  // in dpS at first what comes through e
   float *doutT, *uT, *wT, *dkST, *dkRT;          // [CP][columns][NR]
   float* sums;                                   // [SUMS][C][W]
   Fetch* fetch;                                  // what the next chunk touches
@@ -50,12 +50,12 @@ struct Sweep {
     int64_t n = strips * C * NR;
     for (int i = 0; i < SEGMENT_CHUNKS; ++i) {
       for (float** a : {&x[i], &y[i], &e[i]}) *a = m.floats(n);
-      for (float** a : {&kS[i], &kR[i]}) *a = m.floats(p.kept ? 0 : n);
+      for (float** a : {&pS[i], &pR[i]}) *a = m.floats(p.kept ? 0 : n);
       S[i] = m.floats(strips * p.K * NR);
       R[i] = m.floats(p.fitted ? strips * p.K * NR : 0);
     }
     for (float** a : {&u, &w, &uL, &wL}) *a = m.floats(C * NR);
-    for (float** a : {&dout, &dou, &dow, &nz, &ny, &dp, &dkS, &dkR, &doutT, &uT, &wT, &dkST, &dkRT})
+    for (float** a : {&dout, &dou, &dow, &dpS, &dpR, &dkS, &dkR, &doutT, &uT, &wT, &dkST, &dkRT})
       *a = m.floats(n);
     sums = m.floats(SUMS * C * W);
   }
@@ -64,7 +64,7 @@ struct Sweep {
     int64_t at = s * C * NR;
     Strip st = {};
     st.u = u, st.w = w, st.uL = uL, st.wL = wL;
-    st.x = x[i] + at, st.y = y[i] + at, st.e = e[i] + at, st.kS = kS[i] + at, st.kR = kR[i] + at;
+    st.x = x[i] + at, st.y = y[i] + at, st.e = e[i] + at, st.pS = pS[i] + at, st.pR = pR[i] + at;
     st.fetch = fetch;
     st.keep(p, task, ch, first + s);
     return st;
@@ -102,7 +102,7 @@ INLINE void adjoint_tile(Tile<M>& x, const Problem& p, const Chunk& ch, const fl
   mul_columns(x, a + end * C + j0, C, dout + end * NR, ch.c - end);
 }
 
-// dr of a tile, and from it nz, dkR and dp. panel: the panel's place in the block's arrays.
+// dr of a tile, and from it dpR, dkR and the part of dpS that comes through e. panel: the panel's place in the block's arrays.
 template <int M>
 INLINE void sweep_residual(const Problem& p, const Chunk& ch, const Sweep& w, const Strip& st, const float* dR, int64_t panel,
                            int64_t j0) {
@@ -113,15 +113,17 @@ INLINE void sweep_residual(const Problem& p, const Chunk& ch, const Sweep& w, co
   if (p.fitted) {
     adjoint_tile<0>(x, p, ch, dR, ch.Ag, dout, j0, *w.fetch);
     if (p.delta) {
-      mul_columns(x, ch.G + end * C + j0, C, w.nz + panel + end * NR, ch.c - end);
-      solve_lower_transposed(x, ch.G + j0 * C + j0, C, ch.gamma + j0);
+      mul_columns(x, ch.Gp + end * C + j0, C, w.dpR + panel + end * NR, ch.c - end);
+      solve_lower_transposed(x, ch.Gp + j0 * C + j0, C, ch.ag + j0);
     }
     add_rows(sums + SUM_GAMMA * C * W, x, st.y + at);
     EACH(M, x.v[i][j] *= splat(-ch.gamma[j0 + i]));
     if (p.delta) {
-      put(w.nz + panel + at, x);
-      add_rows(sums + SUM_E * C * W, x, st.kR + at);
-      put(w.dkR + panel + at, x, ch.E + j0);
+      Tile<M> y;
+      EACH(M, y.v[i][j] = splat(ch.alpha[j0 + i]) * x.v[i][j]);
+      put(w.dpR + panel + at, y);
+      add_rows(sums + SUM_DELTA * C * W, y, st.pR + at);
+      put(w.dkR + panel + at, y, ch.Ep + j0);
     }
   } else {
     EACH(M, x.v[i][j] = psi(load(st.e + at + i * NR + j * W), p));
@@ -129,45 +131,42 @@ INLINE void sweep_residual(const Problem& p, const Chunk& ch, const Sweep& w, co
     EACH(M, x.v[i][j] = splat(-ch.go[j0 + i] * ch.diag[j0 + i]) * load(dout + at + i * NR + j * W));
   }
   EACH(M, x.v[i][j] = psi_backward(load(st.e + at + i * NR + j * W), x.v[i][j], p));
-  put(w.dp + panel + at, x);
-  add_rows(sums + SUM_EP * C * W, x, st.kS + at);
+  put(w.dpS + panel + at, x);
+  add_rows(sums + SUM_ERROR * C * W, x, st.pS + at);
 }
 
-// dv of a tile, ny and dkS. s: the panel's number.
+// dv of a tile, dpS and dkS. s: the panel's number.
 template <int M>
 INLINE void sweep_memory(const Problem& p, const Task& task, const Chunk& ch, const Sweep& w, const Strip& st, const float* dS,
                          int64_t panel, int64_t s, int64_t j0) {
   const Args& a = p.a;
   const int64_t at = j0 * NR, end = j0 + M, below = end * C + j0, diagonal = j0 * C + j0, later = panel + end * NR;
-  const float* dp = w.dp + panel + at;
+  float* dpS = w.dpS + panel + at;
   float* sums = w.sums + j0 * W;
   Tile<M> x, y;
   if (p.residual) {
     adjoint_tile<1>(x, p, ch, dS, ch.Au, w.dout + panel, j0, *w.fetch);
-    mul_lower_transposed<1>(x, ch.Gp + diagonal, C, dp);
-    if (p.delta) mul_sum<2>(x, {ch.Gp + below, ch.G + below}, 1, C, {w.dp + later, w.ny + later}, ch.c - end);
-    else mul_columns(x, ch.Gp + below, C, w.dp + later, ch.c - end);
+    mul_lower_transposed<1>(x, ch.Gp + diagonal, C, dpS);
   } else {
     adjoint_tile<0>(x, p, ch, dS, ch.Au, w.dout + panel, j0, *w.fetch);
-    if (p.delta) mul_columns(x, ch.G + below, C, w.ny + later, ch.c - end);
   }
-  if (p.delta) solve_lower_transposed(x, ch.G + diagonal, C, ch.beta + j0);
+  if (p.delta || p.residual) mul_columns(x, ch.Gp + below, C, w.dpS + later, ch.c - end);
+  if (p.delta) solve_lower_transposed(x, ch.Gp + diagonal, C, ch.ab + j0);
   add_rows(sums + SUM_BETA * C * W, x, st.x + at);
   scale_rows(x, ch.beta + j0);
   y = x;
-  if (p.residual) EACH(M, y.v[i][j] -= load(dp + i * NR + j * W));
+  if (p.residual) EACH(M, y.v[i][j] -= load(dpS + i * NR + j * W));
   const int64_t stride[3] = {a.T * a.HV * a.V, a.HV * a.V, a.V};
   put_output(y, p.dtype, a.dv, task.row(stride, ch.t + j0, task.h) + s * NR, stride[1], p.V - s * NR, p.past);
   if (p.delta) {
-    EACH(M, x.v[i][j] = -x.v[i][j]);
-    put(w.ny + panel + at, x);
-    add_rows(sums + SUM_E * C * W, x, st.kS + at);
-    scale_rows(x, ch.E + j0);
-    if (p.residual) EACH(M, x.v[i][j] += splat(ch.Ep[j0 + i]) * load(dp + i * NR + j * W));
-    put(w.dkS + panel + at, x);
+    EACH(M, x.v[i][j] *= splat(-ch.alpha[j0 + i]));
+    add_rows(sums + SUM_DELTA * C * W, x, st.pS + at);
+    if (p.residual) EACH(M, x.v[i][j] += load(dpS + i * NR + j * W));
+    put(dpS, x);
   } else if (p.residual) {
-    EACH(M, store(w.dkS + panel + at + i * NR + j * W, splat(ch.Ep[j0 + i]) * load(dp + i * NR + j * W)));
+    get(x, dpS);
   }
+  if (p.delta || p.residual) put(w.dkS + panel + at, x, ch.Ep + j0);
 }
 
 // One panel of columns, from the last token to the first. s: the panel's number, panel: its place in the block's arrays.
@@ -236,7 +235,7 @@ inline void sweep_keys(const Problem& p, const Chunk& ch, const Sweep& w, const 
   }
 }
 
-// The adjoints of A, Au, G and G' before their decays, lower triangle.
+// The adjoints of A, Au and G' before their decays, lower triangle.
 inline void sweep_pairs(const Problem& p, const Chunk& ch, const Sweep& w, const Part& part, int64_t strips) {
   const int64_t step = C * NR, columns = strips * NR;
   tiles(ch.c, [&](auto m, int64_t i0) {
@@ -259,15 +258,10 @@ inline void sweep_pairs(const Problem& p, const Chunk& ch, const Sweep& w, const
         times(x, w.dout, wT);
         put(part.Pw + to, x);
       }
-      if (p.delta) {
+      if (p.delta || p.residual) {
         clear(x);
-        times(x, w.ny, uT);
-        if (p.fitted) times(x, w.nz, wT);
-        put(part.dG + to, x);
-      }
-      if (p.residual) {
-        clear(x);
-        times(x, w.dp, uT);
+        times(x, w.dpS, uT);
+        if (p.delta && p.fitted) times(x, w.dpR, wT);
         put(part.dGp + to, x);
       }
     }
@@ -338,7 +332,7 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
     fetch_sweep(*w.fetch, p, task, ch.t);
     for (int64_t s = 0; s < strips; ++s)
       sweep_strip(p, task, ch, w, w.strip(p, task, ch, i, first, s), dS + s * size, dR + s * size, s * C * NR, first + s);
-    float* const sums[SUMS] = {part.beta, part.gamma, part.E, part.Ep, part.r};
+    float* const sums[SUMS] = {part.beta, part.gamma, part.delta, part.error, part.r};
     for (int n = 0; n < SUMS; ++n)
       for (int64_t t = 0; t < C; t += 4) {
         const float* x = w.sums + (n * C + t) * W;

@@ -179,15 +179,20 @@ template <int STRICT, int M> INLINE void mul_lower_transposed(Tile<M>& c, const 
   });
 }
 
-// Substitution inside a tile: x_i -= sum over n < i of g[i, n] rate_n x_n.
-template <int M> INLINE void solve_lower(Tile<M>& x, const float* g, int64_t ld, const float* rate) {
+// Substitution inside a tile: x_i += sum over n < i of g[i, n] (a_n v_n - b_n x_n), without b_n x_n if not SOLVE.
+template <bool SOLVE, int M>
+INLINE void solve_lower(Tile<M>& x, const Tile<M>& v, const float* g, int64_t ld, const float* a, const float* b) {
   unroll<M>([&](auto n) __attribute__((always_inline)) {
-    V u0 = x.v[n.value][0] * splat(rate[n.value]), u1 = x.v[n.value][1] * splat(rate[n.value]);
+    V u[NV];
+    unroll<NV>([&](auto j) __attribute__((always_inline)) {
+      u[j.value] = splat(a[n.value]) * v.v[n.value][j.value];
+      if (SOLVE) u[j.value] -= splat(b[n.value]) * x.v[n.value][j.value];
+    });
     unroll<M - n.value - 1>([&](auto d) __attribute__((always_inline)) {
       constexpr int i = n.value + 1 + d.value;
       V y = splat(g[i * ld + n.value]);
-      x.v[i][0] -= y * u0;
-      x.v[i][1] -= y * u1;
+      x.v[i][0] += y * u[0];
+      x.v[i][1] += y * u[1];
     });
   });
 }
