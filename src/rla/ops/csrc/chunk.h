@@ -29,7 +29,7 @@ static_assert(C % NR == 0 && SEGMENT % C == 0, "a chunk is made of whole panels,
 static_assert(!AMX || C == 32, "products on AMX tiles have 32 rows");
 
 constexpr float NORM_EPS = 1e-6f;
-constexpr int64_t PAST = 4 << 20;  // bytes of gradients above which they are written past the caches
+constexpr int64_t PAST = 4 << 20;  // bytes of the output or the gradients above which they are written past the caches
 
 // Memory handed out in 64-byte lines. A first pass with base = null only adds up the size.
 struct Arena {
@@ -85,7 +85,7 @@ struct Problem {
   int64_t kept;   // predictions that forward keeps for backward; of half precision they would be larger than q
   int64_t blocks;  // of K, in operands of AMX
   int64_t panel;   // floats of a panel of a running state; with AMX its right operand follows it
-  bool past;       // dq, dk and dv are too large to stay in the caches and are written past them: nothing is read to be overwritten
+  bool past;       // o, or dq, dk and dv, are too large to stay in the caches and are written past them: nothing is read to be overwritten
 
   explicit Problem(const Args& a_) : a(a_), K(a_.K), V(a_.V) {
     strips = (V + NR - 1) / NR;
@@ -101,8 +101,8 @@ struct Problem {
     kept = dtype != F32 ? 0 : (delta || residual) + (delta && fitted);
     blocks = (K + DEPTH - 1) / DEPTH;
     panel = K * NR + (AMX ? blocks * RIGHT / 2 : 0);
-    const bool aligned = ((size_t)a.dq | (size_t)a.dk | (size_t)a.dv) % (4 * W) == 0 && K % W == 0 && V % W == 0;
-    past = dtype == F32 && aligned && tokens() * (2 * a.H * K + a.HV * V) * 4 > PAST;
+    const bool aligned = ((size_t)a.o | (size_t)a.dq | (size_t)a.dk | (size_t)a.dv) % (4 * W) == 0 && K % W == 0 && V % W == 0;
+    past = dtype == F32 && aligned && tokens() * ((a.dq ? 2 * a.H * K : 0) + a.HV * V) * 4 > PAST;
   }
   int64_t states() const { return fitted ? 2 : 1; }
   int64_t tokens() const { return a.B * a.T; }
@@ -201,7 +201,7 @@ inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t 
   if (p.a.saved)
     for (int64_t s = first; s < first + count; ++s)
       for (int64_t n = 0; n < p.kept; ++n) f.add(task.prediction(p, n, s, t), least<int64_t>(C, task.length - t) * NR * 4);
-  fetch_rows(f, p, task, (char*)p.a.o + first * NR * p.bytes(), o_stride, task.h, p.columns(first, count), t);
+  if (!p.past) fetch_rows(f, p, task, (char*)p.a.o + first * NR * p.bytes(), o_stride, task.h, p.columns(first, count), t);
   if (p.a.saved && task.saves(t + C))
     for (int64_t n = 0; n < p.states(); ++n)
       f.add(task.saved(p, (t + C) / SEGMENT) + n * p.state + first * p.K * NR, count * p.K * NR * 4);

@@ -75,6 +75,7 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Stri
   const Args& a = p.a;
   const int64_t at = i0 * NR, columns = p.V - s * NR;
   const float *q = ch.q + i0 * p.ldk, *E = ch.E + i0, *alpha = ch.alpha + i0;
+  const bool known = BACKWARD && p.kept;  // predictions are: nothing asks for u and w of earlier tokens
   Tile<M> v, x, r;
   get_input(v, p.dtype, a.v, task.row(a.v_stride, ch.t + i0, task.h) + s * NR, a.v_stride[1], columns);
   if (p.delta || p.residual) predict<BACKWARD>(x, p, ch, v, ch.beta, ch.ab, st.u, S, st.rkS, st.pS, i0, *st.fetch);
@@ -87,7 +88,7 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Stri
   else x = v;
   if (BACKWARD) put(st.x + at, x);
   scale_rows(x, ch.beta + i0);
-  put(st.u + at, x);
+  if (!known) put(st.u + at, x);
   put(st.uL + at, x, ch.L + i0);
   if (p.fitted) {
     if (p.delta) {
@@ -98,7 +99,7 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Stri
     }
     if (BACKWARD) put(st.y + at, x);
     scale_rows(x, ch.gamma + i0);
-    put(st.w + at, x);
+    if (!known) put(st.w + at, x);
     put(st.wL + at, x, ch.L + i0);
   }
   if (BACKWARD) return;
@@ -119,7 +120,7 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Stri
     EACH(M, o.v[i][j] += splat(ch.go[i0 + i] * ch.diag[i0 + i]) * r.v[i][j]);
   }
   const int64_t o_stride[3] = {a.T * a.HV * a.V, a.HV * a.V, a.V};
-  put_output(o, p.dtype, a.o, task.row(o_stride, ch.t + i0, task.h) + s * NR, o_stride[1], columns);
+  put_output(o, p.dtype, a.o, task.row(o_stride, ch.t + i0, task.h) + s * NR, o_stride[1], columns, p.past);
 }
 
 // to = decay * from + k^T u, one panel [K][NR].
@@ -281,6 +282,7 @@ inline void forward(const Args& a) {
     AmxTiles tiles;
     const int64_t n = i / parts, first = p.strips * (i % parts) / parts, end = p.strips * (i % parts + 1) / parts;
     forward_task(p, Task(p, n / a.HV, n % a.HV), first, end - first);
+    end_streams();
   }
 }
 
