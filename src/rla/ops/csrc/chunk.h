@@ -325,7 +325,8 @@ inline void load_gates(const Problem& p, const Task& task, const Chunk& ch) {
 // Whether the second half of panel s is above the diagonal in rows i0 .. i0 + M - 1 of a matrix of the chunk's tokens.
 template <int M> INLINE bool above_diagonal(int64_t i0, int64_t s) { return i0 + M <= s * NR + W; }
 
-// x = rows i0 .. of q or k times the keys of panel s, as far as they are not above the diagonal. With AMX `ready` holds the product without the norms.
+// x = rows i0 .. of q or k times the keys of panel s, as far as they are not above the diagonal. With AMX `ready` holds the
+// product without the norms.
 template <int M>
 INLINE void times_keys(Tile<M>& x, const Problem& p, const Chunk& ch, const float* rows, const float* ready,
                        const float* inverse, int64_t i0, int64_t s) {

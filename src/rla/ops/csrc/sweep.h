@@ -7,7 +7,7 @@
 //     dv = de + beta y      dkS = E' dpS      dkR = E' dpR
 //     dS <- exp(b_C) dS + q^T (eu * do) + k^T dkS       dR <- exp(b_C) dR + q^T (E * go * do) + k^T dkR
 //
-// What sums over value columns is left in a Part, for finish.h: the parts of dq and dk that come through the states,
+// What sums over value columns is left in a Part, for backward.h: the parts of dq and dk that come through the states,
 // do u^T, do w^T, the adjoint of G', and sums by rows for the gates.
 #pragma once
 #include "forward.h"
