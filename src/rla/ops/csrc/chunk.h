@@ -192,15 +192,18 @@ inline void fetch_inputs(Fetch& f, const Problem& p, const Task& task, int64_t t
   fetch_rows(f, p, task, a.k, a.k_stride, task.kh, p.K, t);
   fetch_rows(f, p, task, v, a.v_stride, task.h, p.columns(first, count), t);
 }
+// Predictions that forward keeps, of the chunk at t.
+inline void fetch_predictions(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count) {
+  for (int64_t s = first; s < first + count; ++s)
+    for (int64_t n = 0; n < p.kept; ++n) f.add(task.prediction(p, n, s, t), least<int64_t>(C, task.length - t) * NR * 4);
+}
 // What forward will touch in the chunk at t, in `count` panels from `first` on.
 inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count) {
   f.clear();
   if (t >= task.length) return;
   const int64_t o_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
   fetch_inputs(f, p, task, t, first, count);
-  if (p.a.saved)
-    for (int64_t s = first; s < first + count; ++s)
-      for (int64_t n = 0; n < p.kept; ++n) f.add(task.prediction(p, n, s, t), least<int64_t>(C, task.length - t) * NR * 4);
+  if (p.a.saved) fetch_predictions(f, p, task, t, first, count);
   if (!p.past) fetch_rows(f, p, task, (char*)p.a.o + first * NR * p.bytes(), o_stride, task.h, p.columns(first, count), t);
   if (p.a.saved && task.saves(t + C))
     for (int64_t n = 0; n < p.states(); ++n)
@@ -213,7 +216,10 @@ inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t 
 // states after the chunk at t: inputs of the next one.
 inline void fetch_recompute(Fetch& f, const Problem& p, const Task& task, int64_t t) {
   f.clear();
-  if (t + C < task.length) fetch_inputs(f, p, task, t + C, 0, p.strips);
+  if (t + C < task.length) {
+    fetch_inputs(f, p, task, t + C, 0, p.strips);
+    fetch_predictions(f, p, task, t + C, 0, p.strips);
+  }
   f.spread(p.states() * p.strips * calls_of(C, p.K));
 }
 // While it sweeps the chunk at t: rows of dq and dk that it is about to write, unless past the caches; what the chunk before
@@ -226,7 +232,10 @@ inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int64_t t)
   if (!p.past) fetch_rows(f, p, task, p.a.dk, stride, task.kh, p.K, t);
   if (t) fetch_rows(f, p, task, p.a.dout, p.a.dout_stride, task.h, p.V, t - C);
   if (t && !p.past) fetch_rows(f, p, task, p.a.dv, v_stride, task.h, p.V, t - C);
-  if (t && t % SEGMENT == 0) fetch_inputs(f, p, task, t - SEGMENT, 0, p.strips);
+  if (t && t % SEGMENT == 0) {
+    fetch_inputs(f, p, task, t - SEGMENT, 0, p.strips);
+    fetch_predictions(f, p, task, t - SEGMENT, 0, p.strips);
+  }
   // with each state k dS, S do^T, dS u^T; S dkS^T
   const int64_t products = 3 * p.states() + (p.delta || p.residual) + (p.delta && p.fitted);
   f.spread(products * p.strips * calls_of(C, p.K));
@@ -236,31 +245,30 @@ inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int64_t t)
 inline void load_keys(const Problem& p, const Task& task, const Chunk& ch, const void* source, const int64_t* stride,
                       float* x, float* inverse) {
   const bool whole = p.dtype == F32 && p.K % W == 0;  // rows that can be read where they are
-  float squares[C];
-  for (int64_t i = 0; i < ch.c; ++i) {
-    float* row = x + i * p.ldk;
-    const int64_t at = task.row(stride, ch.t + i, task.kh);
-    V s = V{};
-    if (whole) {
-      for (int64_t d = 0; d < p.K; d += W) {
-        const V y = load((const float*)source + at + d);
-        s += y * y;
-        store(row + d, y);
-      }
-    } else {
-      load_row(p.dtype, source, at, row, p.K);
+  constexpr int N = 4;  // rows at a time: one would wait for its own sums
+  for (int64_t i0 = 0; i0 < ch.c; i0 += N) {
+    const int64_t n = least<int64_t>(N, ch.c - i0);
+    float *row[N], squares[N];
+    const float* from[N];
+    for (int64_t i = 0; i < N; ++i) {
+      const int64_t at = task.row(stride, ch.t + i0 + least(i, n - 1), task.kh);  // the last row again where there is none
+      row[i] = x + (i0 + least(i, n - 1)) * p.ldk;
+      from[i] = whole ? (const float*)source + at : row[i];
+      for (int64_t d = p.K; d < p.ldk; ++d) row[i][d] = 0;
+      if (!whole) load_row(p.dtype, source, at, row[i], p.K);
     }
-    for (int64_t d = p.K; d < p.ldk; ++d) row[d] = 0;
-    squares[i] = whole ? sum(s) : dot(row, row, p.ldk);
-  }
-  if (!p.a.qk_norm) return;
-  for (int64_t i = 0; i < ch.c; ++i) {
-    float* row = x + i * p.ldk;
-    const float norm = sqrtf(squares[i]);
-    inverse[i] = norm < NORM_EPS ? -1 / NORM_EPS : 1 / norm;
-    V scale = splat(norm < NORM_EPS ? 1 / NORM_EPS : 1 / norm);
-    for (int64_t d = 0; d < p.K; d += W) store(row + d, load(row + d) * scale);
-    if (p.K == 1 && norm >= NORM_EPS) row[0] = row[0] < 0 ? -1 : 1;  // exact, so that its gradient is exactly zero
+    V s[N] = {};
+    for (int64_t d = 0; d < p.K; d += W)
+      unroll<N>([&](auto i) __attribute__((always_inline)) { s[i.value] += load(from[i.value] + d) * load(from[i.value] + d); });
+    sum4(s[0], s[1], s[2], s[3], squares);
+    for (int64_t i = 0; i < n; ++i) {
+      const float norm = sqrtf(squares[i]);
+      inverse[i0 + i] = norm < NORM_EPS ? -1 / NORM_EPS : 1 / norm;
+      const V scale = splat(!p.a.qk_norm ? 1 : norm < NORM_EPS ? 1 / NORM_EPS : 1 / norm);
+      for (int64_t d = 0; d < p.K; d += W) store(row[i] + d, load(from[i] + d) * scale);
+      // exact, so that its gradient is exactly zero
+      if (p.K == 1 && p.a.qk_norm && norm >= NORM_EPS) row[i][0] = row[i][0] < 0 ? -1 : 1;
+    }
   }
 }
 

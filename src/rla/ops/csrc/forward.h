@@ -23,10 +23,14 @@ INLINE V psi(V e, const Problem& p) {
   return p.a.loss == LOGCOSH ? tanh(e) : e;
 }
 
-// What a panel of columns of one chunk leaves behind, each [C][NR]. Backward has all of it, forward a part.
+// What is made of a panel of columns of one chunk: the output; in backward at first what the states absorb and what they predict,
+// unless forward has kept it; and at last, from the predictions, x, y and e.
+enum Pass { OUTPUT, STATES, ERRORS };
+
+// What a panel of columns of one chunk leaves behind, each [C][NR].
 struct Strip {
   float *u, *w, *uL, *wL;  // uL = L * u
-  float *x, *y, *e;
+  float *x, *y, *e;        // of ERRORS
   float *pS = nullptr, *pR = nullptr;  // null in a forward that keeps nothing
   float *rkS = nullptr, *rkR = nullptr, *qS = nullptr, *qR = nullptr;  // with AMX: k S ... q R without the norms of q and k
   Fetch* fetch;  // what the next chunk touches
@@ -55,11 +59,11 @@ INLINE void times_state(Tile<M>& x, const Problem& p, const float* rows, const f
 }
 
 // What a state predicts for the tokens of a tile: x = E' * (k S) + G' u, where u = rate * (v - [delta] alpha x) of earlier tokens.
-// u: the rows before the tile. kept: where it is put, or where it lies already (BACKWARD).
-template <bool BACKWARD, int M>
+// u: the rows before the tile. kept: where it is put, or where it lies already.
+template <Pass PASS, int M>
 INLINE void predict(Tile<M>& x, const Problem& p, const Chunk& ch, const Tile<M>& v, const float* rate, const float* decayed_rate,
                     const float* u, const float* S, const float* ready, float* kept, int64_t i0, Fetch& fetch) {
-  if (BACKWARD && p.kept) return get(x, kept + i0 * NR);
+  if (PASS == ERRORS || (PASS == STATES && p.kept)) return get(x, kept + i0 * NR);
   const float *G = ch.Gp + i0 * C, *diagonal = G + i0;
   times_state(x, p, ch.k + i0 * p.ldk, S, ready + i0 * NR, ch.ik + i0, fetch);
   scale_rows(x, ch.Ep + i0);
@@ -69,40 +73,46 @@ INLINE void predict(Tile<M>& x, const Problem& p, const Chunk& ch, const Tile<M>
   if (kept) put(kept + i0 * NR, x);
 }
 
-template <bool BACKWARD, int M>
+template <Pass PASS, int M>
 INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Strip& st, const float* S,
                        const float* R, int64_t s, int64_t i0) {
   const Args& a = p.a;
   const int64_t at = i0 * NR, columns = p.V - s * NR;
   const float *q = ch.q + i0 * p.ldk, *E = ch.E + i0, *alpha = ch.alpha + i0;
-  const bool known = BACKWARD && p.kept;  // predictions are: nothing asks for u and w of earlier tokens
+  const bool earlier = PASS == OUTPUT || (PASS == STATES && !p.kept);  // u and w of earlier tokens are asked for
   Tile<M> v, x, r;
   get_input(v, p.dtype, a.v, task.row(a.v_stride, ch.t + i0, task.h) + s * NR, a.v_stride[1], columns);
-  if (p.delta || p.residual) predict<BACKWARD>(x, p, ch, v, ch.beta, ch.ab, st.u, S, st.rkS, st.pS, i0, *st.fetch);
+  if (p.delta || p.residual) predict<PASS>(x, p, ch, v, ch.beta, ch.ab, st.u, S, st.rkS, st.pS, i0, *st.fetch);
   if (p.residual) {
     EACH(M, r.v[i][j] = v.v[i][j] - x.v[i][j]);
-    if (BACKWARD) put(st.e + at, r);
+    if (PASS == ERRORS) put(st.e + at, r);
     EACH(M, r.v[i][j] = psi(r.v[i][j], p));
   }
   if (p.delta) EACH(M, x.v[i][j] = v.v[i][j] - splat(alpha[i]) * x.v[i][j]);
   else x = v;
-  if (BACKWARD) put(st.x + at, x);
-  scale_rows(x, ch.beta + i0);
-  if (!known) put(st.u + at, x);
-  put(st.uL + at, x, ch.L + i0);
+  if (PASS == ERRORS) {
+    put(st.x + at, x);
+  } else {
+    scale_rows(x, ch.beta + i0);
+    if (earlier) put(st.u + at, x);
+    put(st.uL + at, x, ch.L + i0);
+  }
   if (p.fitted) {
     if (p.delta) {
-      predict<BACKWARD>(x, p, ch, r, ch.gamma, ch.ag, st.w, R, st.rkR, st.pR, i0, *st.fetch);
+      predict<PASS>(x, p, ch, r, ch.gamma, ch.ag, st.w, R, st.rkR, st.pR, i0, *st.fetch);
       EACH(M, x.v[i][j] = r.v[i][j] - splat(alpha[i]) * x.v[i][j]);
     } else {
       x = r;
     }
-    if (BACKWARD) put(st.y + at, x);
-    scale_rows(x, ch.gamma + i0);
-    if (!known) put(st.w + at, x);
-    put(st.wL + at, x, ch.L + i0);
+    if (PASS == ERRORS) {
+      put(st.y + at, x);
+    } else {
+      scale_rows(x, ch.gamma + i0);
+      if (earlier) put(st.w + at, x);
+      put(st.wL + at, x, ch.L + i0);
+    }
   }
-  if (BACKWARD) return;
+  if (PASS != OUTPUT) return;
   Tile<M> o;
   times_state(o, p, q, S, st.qS + at, ch.iq + i0, *st.fetch);
   scale_rows(o, ch.eu + i0);
@@ -171,11 +181,11 @@ inline void absorb_tiles(const Problem& p, const Chunk& ch, float* S, const floa
   }
 }
 
-template <bool BACKWARD>
+template <Pass PASS>
 inline void strip_tiles(const Problem& p, const Task& task, const Chunk& ch, Strip& st, const float* S,
                         const float* R, int64_t s) {
   tiles(ch.c, [&](auto m, int64_t i0) {
-    strip_tile<BACKWARD, decltype(m)::value>(p, task, ch, st, S, R, s, i0);
+    strip_tile<PASS, decltype(m)::value>(p, task, ch, st, S, R, s, i0);
   });
 }
 
@@ -194,13 +204,13 @@ inline void forward_strip(const Problem& p, const Task& task, const Chunk& ch, S
     if (p.delta || p.residual) amx_multiply(st.rkS, NR, ch.k16, bS, p.blocks);
     if (p.fitted) amx_multiply(st.qR, NR, ch.q16, bR, p.blocks);
     if (p.fitted && p.delta) amx_multiply(st.rkR, NR, ch.k16, bR, p.blocks);
-    strip_tiles<false>(p, task, ch, st, S, R, s);
+    strip_tiles<OUTPUT>(p, task, ch, st, S, R, s);
     absorb_tiles(p, ch, S, st.uL, *st.fetch);
     if (p.fitted) absorb_tiles(p, ch, R, st.wL, *st.fetch);
   } else {
     const float *from = saved(ch.t), *S_in = from ? from : S, *R_in = from ? from + p.state : R;
     float *to = saved(ch.t + C), *S_out = to ? to : S, *R_out = to ? to + p.state : R;
-    strip_tiles<false>(p, task, ch, st, S_in, R_in, s);
+    strip_tiles<OUTPUT>(p, task, ch, st, S_in, R_in, s);
     absorb(p, ch, S_in, S_out, st.uL, *st.fetch);
     if (p.fitted) absorb(p, ch, R_in, R_out, st.wL, *st.fetch);
   }

@@ -35,11 +35,10 @@ enum { SUM_BETA, SUM_GAMMA, SUM_DELTA, SUM_ERROR, SUM_R, SUMS };
 
 // Memory of one worker: panels of the block's columns, [columns / NR][C][NR] each.
 struct Sweep {
-  float *x[SEGMENT_CHUNKS], *y[SEGMENT_CHUNKS], *e[SEGMENT_CHUNKS],
-      *pS[SEGMENT_CHUNKS], *pR[SEGMENT_CHUNKS];  // the last two are not used where forward has kept them
+  float *pS[SEGMENT_CHUNKS], *pR[SEGMENT_CHUNKS];  // not used where forward has kept them
   float *S[SEGMENT_CHUNKS], *R[SEGMENT_CHUNKS];  // incoming states of the chunks, panels of the block's columns; the first of a
                                                  // later segment are those that forward has saved
-  float *u, *w, *uL, *wL;                        // [C][NR]: of one panel of one chunk
+  float *u, *w, *uL, *wL, *x, *y, *e;            // [C][NR]: of one panel of one chunk
   float *dout, *dou, *dow;                       // do times 1, eu, E go
   float *dpS, *dpR, *dkS, *dkR;                  // in dpS at first what comes through e
   float *doutT, *uT, *wT, *dkST, *dkRT;          // [CP][columns][NR]
@@ -49,12 +48,11 @@ struct Sweep {
   void carve(Arena& m, const Problem& p, int64_t strips) {
     int64_t n = strips * C * NR;
     for (int i = 0; i < SEGMENT_CHUNKS; ++i) {
-      for (float** a : {&x[i], &y[i], &e[i]}) *a = m.floats(n);
       for (float** a : {&pS[i], &pR[i]}) *a = m.floats(p.kept ? 0 : n);
       S[i] = m.floats(strips * p.K * NR);
       R[i] = m.floats(p.fitted ? strips * p.K * NR : 0);
     }
-    for (float** a : {&u, &w, &uL, &wL}) *a = m.floats(C * NR);
+    for (float** a : {&u, &w, &uL, &wL, &x, &y, &e}) *a = m.floats(C * NR);
     for (float** a : {&dout, &dou, &dow, &dpS, &dpR, &dkS, &dkR, &doutT, &uT, &wT, &dkST, &dkRT})
       *a = m.floats(n);
     sums = m.floats(SUMS * C * W);
@@ -63,8 +61,7 @@ struct Sweep {
   Strip strip(const Problem& p, const Task& task, const Chunk& ch, int i, int64_t first, int64_t s) const {
     int64_t at = s * C * NR;
     Strip st = {};
-    st.u = u, st.w = w, st.uL = uL, st.wL = wL;
-    st.x = x[i] + at, st.y = y[i] + at, st.e = e[i] + at, st.pS = pS[i] + at, st.pR = pR[i] + at;
+    st.u = u, st.w = w, st.uL = uL, st.wL = wL, st.x = x, st.y = y, st.e = e, st.pS = pS[i] + at, st.pR = pR[i] + at;
     st.fetch = fetch;
     st.keep(p, task, ch, first + s);
     return st;
@@ -169,10 +166,21 @@ INLINE void sweep_memory(const Problem& p, const Task& task, const Chunk& ch, co
   if (p.delta || p.residual) put(w.dkS + panel + at, x, ch.Ep + j0);
 }
 
-// One panel of columns, from the last token to the first. s: the panel's number, panel: its place in the block's arrays.
-inline void sweep_strip(const Problem& p, const Task& task, const Chunk& ch, const Sweep& w, const Strip& st,
-                        const float* dS, const float* dR, int64_t panel, int64_t s) {
+// The transpose of panel b of a block of `strips`, with its rows scaled if there is a scale, to its place in to[CP][columns][NR].
+inline void transpose_panel(const Chunk& ch, const float* x, float* to, int64_t b, int64_t strips, const float* scale = nullptr) {
+  for (int64_t s = 0; s * NR < ch.c; ++s)
+    transpose(x + s * NR * NR, NR, to + (s * strips + b) * NR * NR, NR, least<int64_t>(NR, ch.c - s * NR), NR,
+              scale ? scale + s * NR : nullptr);
+}
+
+// Panel b of a block of `strips`, from the last token to the first. s: the panel's number.
+inline void sweep_strip(const Problem& p, const Task& task, const Chunk& ch, const Sweep& w, Strip st, const float* dS,
+                        const float* dR, int64_t b, int64_t strips, int64_t s) {
   const Args& a = p.a;
+  const int64_t panel = b * C * NR;
+  strip_tiles<ERRORS>(p, task, ch, st, nullptr, nullptr, s);
+  transpose_panel(ch, w.x, w.uT, b, strips, ch.beta);
+  if (p.fitted) transpose_panel(ch, w.y, w.wT, b, strips, ch.gamma);
   tiles(ch.c, [&](auto m, int64_t i0) {
     constexpr int M = decltype(m)::value;
     Tile<M> x;
@@ -185,9 +193,12 @@ inline void sweep_strip(const Problem& p, const Task& task, const Chunk& ch, con
       put(w.dow + at, x, ch.E + i0);
     }
   });
+  transpose_panel(ch, w.dout + panel, w.doutT, b, strips);
   if (p.residual)
     tiles_back(ch.c, [&](auto m, int64_t j0) { sweep_residual<decltype(m)::value>(p, ch, w, st, dR, panel, j0); });
   tiles_back(ch.c, [&](auto m, int64_t j0) { sweep_memory<decltype(m)::value>(p, task, ch, w, st, dS, panel, s, j0); });
+  if (p.delta || p.residual) transpose_panel(ch, w.dkS + panel, w.dkST, b, strips);
+  if (p.delta && p.fitted) transpose_panel(ch, w.dkR + panel, w.dkRT, b, strips);
 }
 
 INLINE void add_lanes(V (&sums)[NV], int M, const V (*x)[NV], const float* panel) {
@@ -285,15 +296,6 @@ inline float absorb_adjoint(const Problem& p, const Chunk& ch, const float* S, f
   return sum(dot[0] + dot[1]);
 }
 
-// to[CP][columns][NR] = the transpose of the block's panels x, with its rows scaled if there is a scale.
-inline void transpose_panels(const Chunk& ch, const float* x, float* to, int64_t strips, const float* scale = nullptr) {
-  for (int64_t s = 0; s * NR < ch.c; ++s) {
-    int64_t n = least<int64_t>(NR, ch.c - s * NR);
-    for (int64_t b = 0; b < strips; ++b)
-      transpose(x + b * C * NR + s * NR * NR, NR, to + (s * strips + b) * NR * NR, NR, n, NR, scale ? scale + s * NR : nullptr);
-  }
-}
-
 // A segment of chunks in the columns of panels first .. first + strips - 1. dS, dR: the task's adjoints, all panels.
 // begin(i) is called before chunks[i] is used, done(i) when parts[i] is complete, from the last chunk to the first.
 template <class F, class G>
@@ -301,6 +303,7 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
                           const Sweep& w, float* dS, float* dR, int64_t segment, int64_t first, int64_t strips,
                           F&& begin, G&& done) {
   const int64_t size = p.K * NR;
+  const bool predicts = p.delta || p.residual;
   dS += first * size;
   dR += first * size;
   const float *S[SEGMENT_CHUNKS], *R[SEGMENT_CHUNKS];
@@ -317,9 +320,10 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
   for (int i = 0; i < count; ++i) {
     begin(i);
     fetch_recompute(*w.fetch, p, task, chunks[i].t);
+    if (i + 1 == count && (p.kept || !predicts)) break;  // nothing is absorbed or predicted
     for (int64_t s = 0; s < strips; ++s) {
       Strip st = w.strip(p, task, chunks[i], i, first, s);
-      strip_tiles<true>(p, task, chunks[i], st, S[i] + s * size, R[i] + s * size, first + s);
+      strip_tiles<STATES>(p, task, chunks[i], st, S[i] + s * size, R[i] + s * size, first + s);
       if (i + 1 == count) continue;
       absorb(p, chunks[i], S[i] + s * size, w.S[i + 1] + s * size, st.uL, *w.fetch);
       if (p.fitted) absorb(p, chunks[i], R[i] + s * size, w.R[i + 1] + s * size, st.wL, *w.fetch);
@@ -331,18 +335,13 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
     memset(w.sums, 0, SUMS * C * W * 4);
     fetch_sweep(*w.fetch, p, task, ch.t);
     for (int64_t s = 0; s < strips; ++s)
-      sweep_strip(p, task, ch, w, w.strip(p, task, ch, i, first, s), dS + s * size, dR + s * size, s * C * NR, first + s);
+      sweep_strip(p, task, ch, w, w.strip(p, task, ch, i, first, s), dS + s * size, dR + s * size, s, strips, first + s);
     float* const sums[SUMS] = {part.beta, part.gamma, part.delta, part.error, part.r};
     for (int n = 0; n < SUMS; ++n)
       for (int64_t t = 0; t < C; t += 4) {
         const float* x = w.sums + (n * C + t) * W;
         sum4(load(x), load(x + W), load(x + 2 * W), load(x + 3 * W), sums[n] + t);
       }
-    transpose_panels(ch, w.dout, w.doutT, strips);
-    transpose_panels(ch, w.x[i], w.uT, strips, ch.beta);
-    if (p.fitted) transpose_panels(ch, w.y[i], w.wT, strips, ch.gamma);
-    if (p.delta || p.residual) transpose_panels(ch, w.dkS, w.dkST, strips);
-    if (p.delta && p.fitted) transpose_panels(ch, w.dkR, w.dkRT, strips);
     sweep_keys(p, ch, w, part, S[i], R[i], dS, dR, strips);
     sweep_pairs(p, ch, w, part, strips);
     float state = 0;
