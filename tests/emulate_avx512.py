@@ -198,7 +198,7 @@ class Emulator:
                 host += PAGE
         for host, guest in self.tables.commit(TABLES):
             bochs.memory.page_insert(guest, host)
-        self.panel, self.segment = self.run("rla_panel"), self.run("rla_segment")
+        self.panel, self.segment, self.chunk = (self.run(f"rla_{x}") for x in ("panel", "segment", "chunk"))
         self.isa = image[self.run("rla_isa") - IMAGE :].split(b"\0")[0].decode()
         self.forward, self.backward, self.step = (partial(self.call, f"rla_{x}") for x in ("forward", "backward", "step"))
 

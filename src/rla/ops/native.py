@@ -7,8 +7,8 @@ in float32; they use as many threads as torch would, and give the same bits for 
 On CPUs with AMX the forward of bfloat16 rounds states and updates to bfloat16 where they enter large products; triangular
 systems, sums and backward stay in float32. The first such call tries AMX in a child process: see `amx`.
 
-`saved`, what forward leaves for backward, holds in panels of value columns the states at every 128th token and, of float32
-inputs, what S and R predict for every token: backward computes the rest again.
+`saved`, what forward leaves for backward, holds the states at every 128th token and, of float32 inputs, what S and R predict
+for every token and a token's products with the keys of its chunk: backward computes the rest again.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class _Library:
         self.isa: str = library.rla_isa().decode()
         self.panel: int = library.rla_panel()
         self.segment: int = library.rla_segment()
+        self.chunk: int = library.rla_chunk()
         for name in ("forward", "backward", "step"):
             function = getattr(library, f"rla_{name}")
             function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
@@ -144,10 +145,15 @@ def saved_shape(q: Tensor, v: Tensor, N: int, method: Method) -> tuple[int, ...]
     """The shape of `saved`. A packed sequence of l tokens fills (l - 1) // segment slots, so T // segment are enough."""
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
     library = _library()
+    width = -(-V // library.panel) * library.panel
     slots = T // library.segment if N != B else B * (max(T - 1, 0) // library.segment)
-    delta = method.rule == "delta"
-    products = (delta or method.has_residual) + (delta and method.has_R) if q.dtype is _FLOAT else 0
-    return HV, B * T * products + slots * (1 + method.has_R) * K, -(-V // library.panel) * library.panel
+    kept = 0
+    if q.dtype is _FLOAT:
+        delta = method.rule == "delta"
+        predicts = delta or method.has_residual
+        plain_sum = method.has_residual and not method.gate_output
+        kept = (1 + plain_sum + predicts) * library.chunk + (predicts + (delta and method.has_R)) * width
+    return (HV * (B * T * kept + slots * (1 + method.has_R) * K * width),)
 
 
 def _pointer(x: Tensor | None) -> int:

@@ -96,7 +96,7 @@ inline void finish_pairs(const Problem& p, const Task& task, const Chunk& ch, co
     if (p.fitted && p.gated) dgamma[i] += ch.E[i] * qR + sum(rows_go);
     if (p.residual && !p.fitted) {
       const float r = add_part(parts, step, blocks, &Part::r, i);
-      if (p.gated) dgamma[i] = ch.diag[i] * r;
+      if (p.gated) dgamma[i] = ch.A[i * (C + 1)] * r;
       f.dqk[i / NR * C * NR + i * NR + i % NR] += ch.go[i] * r;
     }
     const int64_t at = task.gate(p, ch.t + i);
@@ -230,7 +230,7 @@ struct Steps {
     if (p.a.dR0 && p.fitted) unpack_state(p, d + p.state, state_of(p, p.a.dR0, t), s);
   }
   void prepare(Lane& l, const Task& t, int64_t segment, int i) const {
-    RLA_ISA::prepare(p, t, l.chunks[i], segment * SEGMENT + i * C, true);
+    RLA_ISA::prepare(p, t, l.chunks[i], segment * SEGMENT + i * C, true, true);
   }
   template <class F, class G>
   void sweep(Lane& l, const Task& t, int64_t segment, int64_t g, int64_t b, const Sweep& w, F&& begin, G&& done) const {

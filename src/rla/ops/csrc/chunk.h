@@ -82,7 +82,8 @@ struct Problem {
   bool delta, residual, fitted, gated, sum;
   int dtype;
   int64_t state;  // floats of one state in panels
-  int64_t kept;   // predictions that forward keeps for backward; of half precision they would be larger than q
+  int64_t kept, pairs;  // predictions and matrices of pairs that forward keeps for backward; not of half precision, where they
+                        // would be larger than q
   int64_t blocks;  // of K, in operands of AMX
   int64_t panel;   // floats of a panel of a running state; with AMX its right operand follows it
   bool past;       // o, or dq, dk and dv, are too large to stay in the caches and are written past them: nothing is read to be overwritten
@@ -99,6 +100,7 @@ struct Problem {
     dtype = (int)a.dtype;
     state = strips * K * NR;
     kept = dtype != F32 ? 0 : (delta || residual) + (delta && fitted);
+    pairs = dtype != F32 ? 0 : 1 + sum + (delta || residual);
     blocks = (K + DEPTH - 1) / DEPTH;
     panel = K * NR + (AMX ? blocks * RIGHT / 2 : 0);
     const bool aligned = ((size_t)a.o | (size_t)a.dq | (size_t)a.dk | (size_t)a.dv) % (4 * W) == 0 && K % W == 0 && V % W == 0;
@@ -126,17 +128,22 @@ struct Task {
     return b * stride[0] + (start + t) * stride[1] + head * stride[2];
   }
   int64_t gate(const Problem& p, int64_t t) const { return (b * p.a.T + start + t) * p.a.HV + h; }
-  // What forward saves: predictions that it keeps, and states.
+  // What forward saves: matrices of pairs and predictions that it keeps, and states.
+  // Rows of matrix n of pairs, from token t on.
+  float* pairs(const Problem& p, int64_t n, int64_t t) const {
+    return p.a.saved + ((h * p.pairs + n) * p.tokens() + b * p.a.T + start + t) * C;
+  }
   // Panel s of what S (n = 0) or R (n = 1) predicts: rows from token t on.
   float* prediction(const Problem& p, int64_t n, int64_t s, int64_t t) const {
-    return p.a.saved + (((h * p.strips + s) * p.kept + n) * p.tokens() + b * p.a.T + start + t) * NR;
+    float* predictions = p.a.saved + p.a.HV * p.pairs * p.tokens() * C;
+    return predictions + (((h * p.strips + s) * p.kept + n) * p.tokens() + b * p.a.T + start + t) * NR;
   }
   // Whether forward saves the states that the chunk at t begins with.
   bool saves(int64_t t) const { return t > 0 && t < length && t % SEGMENT == 0; }
   // The states of segment s >= 1. Sequences cannot collide: one with l tokens has (l - 1) / SEGMENT of them.
   float* saved(const Problem& p, int64_t s) const {
     int64_t base = p.a.cu_seqlens ? start / SEGMENT : b * (segments() - 1);
-    float* states = p.a.saved + p.a.HV * p.strips * p.kept * p.tokens() * NR;
+    float* states = p.a.saved + p.a.HV * (p.pairs * C + p.strips * p.kept * NR) * p.tokens();
     return states + ((base + s - 1) * p.a.HV + h) * p.states() * p.state;
   }
 };
@@ -146,9 +153,9 @@ struct Chunk {
   float *q, *k, *qT, *kT;               // [C, ldk], transposed panels [CP][K][NR]
   uint16_t *q16, *k16, *k16T, *k16L;    // with AMX instead, before the norm: left operands, k^T as a right and a left one
   float *qk, *kk;                       // and their products q k^T, k k^T [C, C]
-  float *D, *A, *Ag, *Au, *Gp;          // [C, C]; Ag = go * A
+  float *D, *A, *Ag, *Au, *Gp;          // [C, C]; Ag = go * A. A, Au, Gp may be those that forward keeps (Task::pairs)
   float *E, *Ep, *L;                    // exp(b), exp(b'), exp(b_C - b), zero beyond c
-  float *alpha, *beta, *gamma, *go, *eu, *diag;  // go: gamma or 1 in the output; eu: E or E'; diag: q_i.k_i
+  float *alpha, *beta, *gamma, *go, *eu;  // go: gamma or 1 in the output; eu: E or E'
   float *ab, *ag;                       // alpha beta, alpha gamma
   float *iq, *ik;                       // 1 / norms
   float decay;                          // exp(b_C)
@@ -169,13 +176,13 @@ struct Chunk {
     Ag = p.fitted ? m.floats(C * C) : nullptr;
     Au = p.sum ? m.floats(C * C) : A;
     Gp = m.floats(C * C);
-    for (float** x : {&E, &Ep, &L, &alpha, &beta, &gamma, &go, &eu, &diag, &ab, &ag, &iq, &ik}) *x = m.floats(C);
+    for (float** x : {&E, &Ep, &L, &alpha, &beta, &gamma, &go, &eu, &ab, &ag, &iq, &ik}) *x = m.floats(C);
   }
 };
 
-// Memory for what is fetched in a chunk: rows of at most seven inputs and outputs, predictions and states.
+// Memory for what is fetched in a chunk: rows of at most seven inputs and outputs, what forward keeps, and states.
 inline Fetch fetch_scratch(Arena& m, const Problem& p) {
-  const int64_t pieces = 7 * C + p.strips * p.kept + p.states();
+  const int64_t pieces = 7 * C + p.pairs + p.strips * p.kept + p.states();
   return {(Fetch::Piece*)m.floats(pieces * (int64_t)sizeof(Fetch::Piece) / 4)};
 }
 // Rows of the chunk at t, far apart in memory, which the hardware does not foresee.
@@ -192,10 +199,12 @@ inline void fetch_inputs(Fetch& f, const Problem& p, const Task& task, int64_t t
   fetch_rows(f, p, task, a.k, a.k_stride, task.kh, p.K, t);
   fetch_rows(f, p, task, v, a.v_stride, task.h, p.columns(first, count), t);
 }
-// Predictions that forward keeps, of the chunk at t.
-inline void fetch_predictions(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count) {
+// What forward keeps of the chunk at t.
+inline void fetch_kept(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count) {
+  const int64_t c = least<int64_t>(C, task.length - t);
+  for (int64_t n = 0; n < p.pairs; ++n) f.add(task.pairs(p, n, t), c * C * 4);
   for (int64_t s = first; s < first + count; ++s)
-    for (int64_t n = 0; n < p.kept; ++n) f.add(task.prediction(p, n, s, t), least<int64_t>(C, task.length - t) * NR * 4);
+    for (int64_t n = 0; n < p.kept; ++n) f.add(task.prediction(p, n, s, t), c * NR * 4);
 }
 // What forward will touch in the chunk at t, in `count` panels from `first` on.
 inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count) {
@@ -203,7 +212,7 @@ inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t 
   if (t >= task.length) return;
   const int64_t o_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
   fetch_inputs(f, p, task, t, first, count);
-  if (p.a.saved) fetch_predictions(f, p, task, t, first, count);
+  if (p.a.saved) fetch_kept(f, p, task, t, first, count);
   if (!p.past) fetch_rows(f, p, task, (char*)p.a.o + first * NR * p.bytes(), o_stride, task.h, p.columns(first, count), t);
   if (p.a.saved && task.saves(t + C))
     for (int64_t n = 0; n < p.states(); ++n)
@@ -218,7 +227,7 @@ inline void fetch_recompute(Fetch& f, const Problem& p, const Task& task, int64_
   f.clear();
   if (t + C < task.length) {
     fetch_inputs(f, p, task, t + C, 0, p.strips);
-    fetch_predictions(f, p, task, t + C, 0, p.strips);
+    fetch_kept(f, p, task, t + C, 0, p.strips);
   }
   f.spread(p.states() * p.strips * calls_of(C, p.K));
 }
@@ -234,7 +243,7 @@ inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int64_t t)
   if (t && !p.past) fetch_rows(f, p, task, p.a.dv, v_stride, task.h, p.V, t - C);
   if (t && t % SEGMENT == 0) {
     fetch_inputs(f, p, task, t - SEGMENT, 0, p.strips);
-    fetch_predictions(f, p, task, t - SEGMENT, 0, p.strips);
+    fetch_kept(f, p, task, t - SEGMENT, 0, p.strips);
   }
   // with each state k dS, S do^T, dS u^T; S dkS^T
   const int64_t products = 3 * p.states() + (p.delta || p.residual) + (p.delta && p.fitted);
@@ -349,7 +358,27 @@ INLINE void times_keys(Tile<M>& x, const Problem& p, const Chunk& ch, const floa
   }
 }
 
-inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bool backward) {
+// The matrices of pairs, lower triangles.
+inline void make_pairs(const Problem& p, const Chunk& ch) {
+  const bool keys = p.delta || p.residual;
+  tiles(ch.c, [&](auto m, int64_t i0) {
+    constexpr int M = decltype(m)::value;
+    for (int64_t s = 0; s * NR < i0 + M; ++s) {
+      const int64_t at = i0 * C + s * NR;
+      const float *D = ch.D + at, *Dp = D - C;  // D' is D one row up; its row 0 is never read
+      Tile<M> x;
+      times_keys(x, p, ch, ch.q, ch.qk, ch.iq, i0, s);
+      EACH(M, store(ch.A + at + i * C + j * W, x.v[i][j] * load(D + i * C + j * W)));
+      if (p.sum) EACH(M, if (i0 + i) store(ch.Au + at + i * C + j * W, x.v[i][j] * load(Dp + i * C + j * W)));
+      if (!keys) continue;
+      times_keys(x, p, ch, ch.k, ch.kk, ch.ik, i0, s);
+      EACH(M, if (i0 + i) store(ch.Gp + at + i * C + j * W, x.v[i][j] * load(Dp + i * C + j * W)));
+    }
+  });
+}
+
+// keep: the matrices of pairs are those that forward keeps, where they are to be made or, in backward, lie already.
+inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bool backward, bool keep) {
   ch.t = t;
   ch.c = least<int64_t>(C, task.length - t);
   load_gates(p, task, ch);
@@ -362,32 +391,15 @@ inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bo
     transpose_keys(p, ch, ch.k, ch.kT);
   }
   if (backward) transpose_keys(p, ch, ch.q, ch.qT);
-  const bool keys = p.delta || p.residual;
-  tiles(ch.c, [&](auto m, int64_t i0) {
-    constexpr int M = decltype(m)::value;
-    for (int64_t s = 0; s * NR < i0 + M; ++s) {
-      const float* D = ch.D + i0 * C + s * NR;
-      int64_t at = i0 * C + s * NR;
-      Tile<M> x;
-      times_keys(x, p, ch, ch.q, ch.qk, ch.iq, i0, s);
-      if (i0 + M > s * NR && i0 < (s + 1) * NR) {
-        float row[M][NR];
-        EACH(M, store(row[i] + j * W, x.v[i][j]));
-        for (int i = 0; i < M; ++i)
-          if (i0 + i >= s * NR && i0 + i < (s + 1) * NR) ch.diag[i0 + i] = row[i][i0 + i - s * NR];
-      }
-      Tile<M> A;
-      EACH(M, A.v[i][j] = x.v[i][j] * load(D + i * C + j * W));
-      EACH(M, store(ch.A + at + i * C + j * W, A.v[i][j]));
-      if (p.fitted) EACH(M, store(ch.Ag + at + i * C + j * W, A.v[i][j] * splat(ch.go[i0 + i])));
-      // D' is D one row up; its row 0 is never read
-      const float* Dp = D - C;
-      if (p.sum) EACH(M, if (i0 + i) store(ch.Au + at + i * C + j * W, x.v[i][j] * load(Dp + i * C + j * W)));
-      if (!keys) continue;
-      times_keys(x, p, ch, ch.k, ch.kk, ch.ik, i0, s);
-      EACH(M, if (i0 + i) store(ch.Gp + at + i * C + j * W, x.v[i][j] * load(Dp + i * C + j * W)));
-    }
-  });
+  if (keep && p.pairs) {
+    ch.A = task.pairs(p, 0, t);
+    ch.Au = task.pairs(p, p.sum, t);
+    ch.Gp = task.pairs(p, p.pairs - 1, t);
+  }
+  if (!backward || !p.pairs) make_pairs(p, ch);
+  if (!p.fitted) return;
+  for (int64_t i = 0; i < ch.c; ++i)
+    for (int64_t j = 0; j <= i; j += W) store(ch.Ag + i * C + j, load(ch.A + i * C + j) * splat(ch.go[i]));
 }
 
 // A state of the caller, by columns [V, K], to and from one panel of columns.

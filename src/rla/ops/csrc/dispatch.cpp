@@ -20,9 +20,10 @@
   int64_t rla_step_##isa(const Args*);       \
   int64_t rla_panel_##isa();               \
   int64_t rla_segment_##isa();             \
+  int64_t rla_chunk_##isa();               \
   }
 #define ENTRY(isa) \
-  { #isa, rla_forward_##isa, rla_backward_##isa, rla_step_##isa, rla_panel_##isa, rla_segment_##isa }
+  { #isa, rla_forward_##isa, rla_backward_##isa, rla_step_##isa, rla_panel_##isa, rla_segment_##isa, rla_chunk_##isa }
 
 DECLARE(portable)
 #ifdef RLA_X86
@@ -45,6 +46,7 @@ struct Isa {
   int64_t (*step)(const Args*);
   int64_t (*panel)();
   int64_t (*segment)();
+  int64_t (*chunk)();
 };
 
 const Isa table[] = {
@@ -123,6 +125,7 @@ API int64_t rla_backward(const Args* a) { return isa().backward(a); }
 API int64_t rla_step(const Args* a) { return isa().step(a); }
 API int64_t rla_panel() { return isa().panel(); }
 API int64_t rla_segment() { return isa().segment(); }
+API int64_t rla_chunk() { return isa().chunk(); }
 API int64_t rla_args_size() { return sizeof(Args); }
 API const char* rla_isa() { return isa().name; }
 API const char* rla_stamp() { return RLA_STAMP; }

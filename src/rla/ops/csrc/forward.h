@@ -127,7 +127,7 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Stri
   if (p.residual) mul_lower<1>(o, ch.Au + i0 * C + i0, C, st.u + at);
   else mul_lower<0>(o, ch.A + i0 * C + i0, C, st.u + at);
   if (p.residual && !p.fitted) {
-    EACH(M, o.v[i][j] += splat(ch.go[i0 + i] * ch.diag[i0 + i]) * r.v[i][j]);
+    EACH(M, o.v[i][j] += splat(ch.go[i0 + i] * ch.A[(i0 + i) * (C + 1)]) * r.v[i][j]);
   }
   const int64_t o_stride[3] = {a.T * a.HV * a.V, a.HV * a.V, a.V};
   put_output(o, p.dtype, a.o, task.row(o_stride, ch.t + i0, task.h) + s * NR, o_stride[1], columns, p.past);
@@ -258,7 +258,7 @@ inline void forward_task(const Problem& p, const Task& task, int64_t first, int6
     if (p.fitted) start_state(p, state_of(p, p.a.R0, task), R + s * p.panel, first + s);
   }
   for (int64_t t = 0; t < task.length; t += C) {
-    prepare(p, task, ch, t, false);
+    prepare(p, task, ch, t, false, p.a.saved && first == 0);
     fetch_forward(fetch, p, task, t + C, first, count);
     for (int64_t s = 0; s < count; ++s) forward_strip(p, task, ch, st, S + s * p.panel, R + s * p.panel, first + s);
   }
@@ -277,8 +277,8 @@ inline void forward(const Args& a) {
   int threads = (int)a.threads;
   advise(a.o, p.tokens() * a.HV * a.V * p.bytes());
   if (a.saved) {
-    const int64_t states = a.B * ((a.T - 1) / SEGMENT) * p.states() * p.K, products = p.kept * p.tokens();
-    advise(a.saved, (states + products) * a.HV * p.strips * NR * 4);
+    const int64_t states = a.B * ((a.T - 1) / SEGMENT) * p.states() * p.state;
+    advise(a.saved, (states + p.tokens() * (p.pairs * C + p.strips * p.kept * NR)) * a.HV * 4);
   }
   if ((double)p.tokens() * a.HV * p.K * p.strips * NR < SMALL) threads = 1;
   // Few sequences and heads: a thread takes a part of a head's panels, and makes for itself what they have in common. That is

@@ -19,5 +19,6 @@ int64_t JOIN(rla_backward_, RLA_ISA)(const Args* a) { return RLA_ISA::backward(*
 int64_t JOIN(rla_step_, RLA_ISA)(const Args* a) { return RLA_ISA::step(*a); }
 int64_t JOIN(rla_panel_, RLA_ISA)() { return RLA_ISA::NR; }
 int64_t JOIN(rla_segment_, RLA_ISA)() { return RLA_ISA::SEGMENT; }
+int64_t JOIN(rla_chunk_, RLA_ISA)() { return RLA_ISA::C; }
 #endif
 }

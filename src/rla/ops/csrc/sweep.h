@@ -125,7 +125,7 @@ INLINE void sweep_residual(const Problem& p, const Chunk& ch, const Sweep& w, co
   } else {
     EACH(M, x.v[i][j] = psi(load(st.e + at + i * NR + j * W), p));
     add_rows(sums + SUM_R * C * W, x, dout + at);
-    EACH(M, x.v[i][j] = splat(-ch.go[j0 + i] * ch.diag[j0 + i]) * load(dout + at + i * NR + j * W));
+    EACH(M, x.v[i][j] = splat(-ch.go[j0 + i] * ch.A[(j0 + i) * (C + 1)]) * load(dout + at + i * NR + j * W));
   }
   EACH(M, x.v[i][j] = psi_backward(load(st.e + at + i * NR + j * W), x.v[i][j], p));
   put(w.dpS + panel + at, x);
