@@ -337,7 +337,7 @@ inline void backward(const Args& a) {
   for (void* x : {a.dq, a.dk}) advise(x, p.tokens() * a.H * a.K * p.bytes());
   advise(a.dv, p.tokens() * a.HV * a.V * p.bytes());
   if ((double)p.tokens() * a.HV * p.K * p.strips * NR < SMALL / 4) threads = 1;
-  const bool split = threads > 1 && steps.blocks > 1;
+  const bool split = steps.blocks > 1 && count % threads;  // where lanes leave a thread without work
   const int64_t lanes = split ? count : least<int64_t>(threads, count);
   Lane* l = (Lane*)malloc(sizeof(Lane) * lanes);
   if (!l) abort();
