@@ -59,7 +59,7 @@ def test_kernels_writes_table_ratios_csv_and_figure(tmp_path, capsys):
     assert len(rows) == 5 * 2 * 2  # contenders, lengths, passes
     assert SAME | {"method", "by", "pass", "T", "ms_q20", "ms_q50", "ms_q80", "tokens_per_second", "gflops"} <= set(rows[0])
     for row in rows:
-        assert 0 < float(row["ms_q20"]) <= float(row["ms_q50"]) <= float(row["ms_q80"])
+        assert 0 < float(row["ms_low"]) <= float(row["ms_q20"]) <= float(row["ms_q50"]) <= float(row["ms_q80"])
         assert int(row["repetitions"]) >= 3
         assert row["threads"] == "1"
         assert row["peak_bytes"] == ""
@@ -156,6 +156,17 @@ def test_ratios_and_rates():
     gflops = 2 * 5 * (64 * 128 + 128**2) * 16 * 4096 / 0.1 / 1e9
     assert found["native rla forward: rate over sgemm's"] == [pytest.approx(gflops / 200)]
     assert not any("sdpa" in name for name in found)
+
+
+def test_ratios_of_lowest_times():
+    a, b = Contender("rla", "native"), Contender("rla", "chunked")
+    samples = {Cell(a, 4096, "forward"): [0.1, 0.2, 0.3], Cell(b, 4096, "forward"): [0.5, 0.6, 0.6]}
+    workload = Workload(1, 16, 128, "float32", "cpu", 2)
+    results = Results(workload, {cell: Quantiles.of(times) for cell, times in samples.items()}, {}, 200.0, 250.0)
+    medians, lowest = (dict(ratios.table(results, [a, b], [4096], which)) for which in ("q50", "low"))
+    speed, share = "native rla forward: times as fast as chunked", "native rla forward: rate over sgemm's"
+    assert (medians[speed], lowest[speed]) == ([pytest.approx(3)], [pytest.approx(5)])
+    assert lowest[share][0] == pytest.approx(medians[share][0] * 2 * 200 / 250)
 
 
 def test_cells_are_timed_in_turn():

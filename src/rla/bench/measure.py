@@ -1,7 +1,8 @@
 """Timing that survives a drifting machine, the rate of sgemm, and the record of where and with what it was measured.
 
 Cells are timed in rounds, a short burst of each in turn, so that a change of clock or load meets all of them alike. Compare
-medians of one run; times of two runs say little.
+medians of one run; times of two runs say little. On a machine that others use too, the lowest times of a run come nearest to
+those of a quiet one.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ class Quantiles:
     q50: float
     q80: float
     repetitions: int
+    low: float | None = None  # the lowest; None where a report reads a file of medians
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Quantiles:
         if len(samples) == 1:
-            return cls(samples[0], samples[0], samples[0], 1)
+            return cls(samples[0], samples[0], samples[0], 1, samples[0])
         fifths = statistics.quantiles(samples, n=5, method="inclusive")
-        return cls(fifths[0], statistics.median(samples), fifths[3], len(samples))
+        return cls(fifths[0], statistics.median(samples), fifths[3], len(samples), min(samples))
 
 
 @contextmanager

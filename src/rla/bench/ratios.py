@@ -1,12 +1,14 @@
 """From times and peaks of cells to the table of ratios: what each backend gains, what the residual costs, how memory compares.
 
-"times as fast as chunked" is the time of chunked over ours, "time over sgla" is ours over that of sgla.
+"times as fast as chunked" is the time of chunked over ours, "time over sgla" is ours over that of sgla. Times are medians, or the
+lowest of a run beside sgemm at its fastest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from .measure import Quantiles
 from .peers import PEERS
@@ -14,6 +16,7 @@ from .workload import AUTOGRAD, Contender, Pass, Workload, multiply_adds
 
 PASSES: dict[Pass, str] = {"forward": "forward", "both": "forward+backward"}
 PAIRS = (("rla", "sgla"), ("rdn", "gdn"))  # with and without the residual
+Statistic = Literal["q50", "low"]
 LONG = 4096  # where time per token is compared with that of longer sequences
 
 
@@ -33,28 +36,35 @@ class Results:
     workload: Workload
     times: dict[Cell, Quantiles]
     peaks: dict[Cell, int]
-    sgemm: float | None = None  # GFLOPS
+    sgemm: float | None = None  # GFLOPS, median
+    sgemm_high: float | None = None  # and at its fastest
 
-    def rate(self, cell: Cell) -> float | None:
+    def time(self, cell: Cell, statistic: Statistic = "q50") -> float | None:
+        times = self.times.get(cell)
+        return None if times is None else getattr(times, statistic)
+
+    def rate(self, cell: Cell, statistic: Statistic = "q50") -> float | None:
         """GFLOPS, a multiply-add being two operations."""
-        w, time = self.workload, self.times.get(cell)
+        w, time = self.workload, self.time(cell, statistic)
         adds = multiply_adds(cell.contender, cell.T, w.dim, cell.which)
-        return None if adds is None or time is None else 2 * adds * w.batch * w.heads * cell.T / time.q50 / 1e9
+        return None if adds is None or time is None else 2 * adds * w.batch * w.heads * cell.T / time / 1e9
 
-    def share(self, cell: Cell) -> float | None:
+    def share(self, cell: Cell, statistic: Statistic = "q50") -> float | None:
         """The rate over that of sgemm."""
-        rate = self.rate(cell)
-        return None if rate is None or not self.sgemm else rate / self.sgemm
+        return _quotient(self.rate(cell, statistic), self.sgemm if statistic == "q50" else self.sgemm_high)
 
     def tokens_per_second(self, cell: Cell) -> float | None:
-        time = self.times.get(cell)
-        return None if time is None else self.workload.batch * cell.T / time.q50
+        time = self.time(cell)
+        return None if time is None else self.workload.batch * cell.T / time
 
 
-def table(results: Results, contenders: Sequence[Contender], lengths: Sequence[int]) -> list[tuple[str, list[float | None]]]:
+def table(
+    results: Results, contenders: Sequence[Contender], lengths: Sequence[int], statistic: Statistic = "q50"
+) -> list[tuple[str, list[float | None]]]:
     """Rows of (name, value at each length), without those that have no value at all."""
     rows = []
-    for name, values in _rows(results, contenders, lengths):
+    memory = _memory_rows(results, contenders, lengths) if statistic == "q50" else ()
+    for name, values in (*_rows(results, contenders, lengths, statistic), *memory):
         in_order = [values.get(T) for T in lengths]
         if any(x is not None for x in in_order):
             rows.append((name, in_order))
@@ -62,11 +72,10 @@ def table(results: Results, contenders: Sequence[Contender], lengths: Sequence[i
 
 
 def _rows(
-    results: Results, contenders: Sequence[Contender], lengths: Sequence[int]
+    results: Results, contenders: Sequence[Contender], lengths: Sequence[int], statistic: Statistic
 ) -> Iterator[tuple[str, Mapping[int, float | None]]]:
     def time(contender: Contender, T: int, which: Pass) -> float | None:
-        found = results.times.get(Cell(contender, T, which))
-        return None if found is None else found.q50
+        return results.time(Cell(contender, T, which), statistic)
 
     def over(x: Contender, y: Contender, which: Pass) -> dict[int, float | None]:
         return {T: _quotient(time(x, T, which), time(y, T, which)) for T in lengths}
@@ -93,21 +102,20 @@ def _rows(
         backward = {T: _quotient(time(c, T, "both"), time(c, T, "forward")) for T in lengths}
         yield f"{c.by} {c.method}: time of forward+backward over forward", backward
         for which, words in PASSES.items():
-            yield f"{c.by} {c.method} {words}: rate over sgemm's", {T: results.share(Cell(c, T, which)) for T in lengths}
+            yield f"{c.by} {c.method} {words}: rate over sgemm's", {T: results.share(Cell(c, T, which), statistic) for T in lengths}
         base = time(c, LONG, "forward")
         if base is not None:
             longer = {T: _quotient(time(c, T, "forward"), base * T / LONG) for T in lengths if T > LONG}
             yield f"{c.by} {c.method} forward: time per token over that at T={LONG}", longer
-    yield from _memory_rows(results, ours, lengths)
 
 
 def _memory_rows(
-    results: Results, ours: Sequence[Contender], lengths: Sequence[int]
+    results: Results, contenders: Sequence[Contender], lengths: Sequence[int]
 ) -> Iterator[tuple[str, Mapping[int, float | None]]]:
     def peak(contender: Contender, T: int) -> int | None:
         return results.peaks.get(Cell(contender, T, "both"))
 
-    for c in ours:
+    for c in (c for c in contenders if c.by not in PEERS):
         shares = {T: _quotient(peak(c, T), results.workload.tensor_bytes(T)) for T in lengths}
         yield f"{c.by} {c.method}: allocated in forward+backward over bytes of q, k, v, o, gradients", shares
         if c.method == "rla":
