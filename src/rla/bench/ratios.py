@@ -102,7 +102,10 @@ def _rows(
         backward = {T: _quotient(time(c, T, "both"), time(c, T, "forward")) for T in lengths}
         yield f"{c.by} {c.method}: time of forward+backward over forward", backward
         for which, words in PASSES.items():
-            yield f"{c.by} {c.method} {words}: rate over sgemm's", {T: results.share(Cell(c, T, which), statistic) for T in lengths}
+            yield (
+                f"{c.by} {c.method} {words}: rate over sgemm's",
+                {T: results.share(Cell(c, T, which), statistic) for T in lengths},
+            )
         base = time(c, LONG, "forward")
         if base is not None:
             longer = {T: _quotient(time(c, T, "forward"), base * T / LONG) for T in lengths if T > LONG}
