@@ -184,14 +184,14 @@ inline void finish_rows(const Problem& p, const Task& task, const Chunk& ch, con
   }
 }
 
-// The memory of a sequence of one key head.
+// The memory of a sequence of one key head, or of several that are taken together.
 struct Lane {
   Chunk chunks[SEGMENT_CHUNKS];
   Part parts[4][SEGMENT_CHUNKS];
   float *dqT[SEGMENT_CHUNKS], *dkT[SEGMENT_CHUNKS];
-  float* adjoint;  // [G][S and R][state]
+  float* adjoint;  // [heads][S and R][state], of value heads
 
-  void carve(Arena& m, const Problem& p, int64_t blocks, bool split) {
+  void carve(Arena& m, const Problem& p, int64_t blocks, int64_t heads, bool split) {
     // of chunks that are finished one by one, parts and gradients share their memory
     const bool parts_last = split || blocks > 1, keys_last = split || p.a.HV > p.a.H;
     for (int i = 0; i < SEGMENT_CHUNKS; ++i) {
@@ -203,7 +203,7 @@ struct Lane {
       dqT[i] = i == 0 || keys_last ? m.floats(C * p.K) : dqT[0];
       dkT[i] = i == 0 || keys_last ? m.floats(C * p.K) : dkT[0];
     }
-    adjoint = m.floats(p.a.HV / p.a.H * 2 * p.state);
+    adjoint = m.floats(heads * 2 * p.state);
   }
 };
 
@@ -219,13 +219,14 @@ struct Steps {
   }
   int64_t first_panel(int64_t b) const { return p.strips * b / blocks; }
 
-  void states_in(Lane& l, const Task& t, int64_t g, int64_t s) const {
-    float* d = l.adjoint + g * 2 * p.state + s * p.K * NR;
+  // at: the place of the value head in the lane
+  void states_in(Lane& l, const Task& t, int64_t at, int64_t s) const {
+    float* d = l.adjoint + at * 2 * p.state + s * p.K * NR;
     pack_state(p, state_of(p, p.a.dS, t), d, s);
     if (p.fitted) pack_state(p, state_of(p, p.a.dR, t), d + p.state, s);
   }
-  void states_out(Lane& l, const Task& t, int64_t g, int64_t s) const {
-    float* d = l.adjoint + g * 2 * p.state + s * p.K * NR;
+  void states_out(Lane& l, const Task& t, int64_t at, int64_t s) const {
+    float* d = l.adjoint + at * 2 * p.state + s * p.K * NR;
     if (p.a.dS0) unpack_state(p, d, state_of(p, p.a.dS0, t), s);
     if (p.a.dR0 && p.fitted) unpack_state(p, d + p.state, state_of(p, p.a.dR0, t), s);
   }
@@ -233,11 +234,12 @@ struct Steps {
     RLA_ISA::prepare(p, t, l.chunks[i], segment * SEGMENT + i * C, true, true);
   }
   template <class F, class G>
-  void sweep(Lane& l, const Task& t, int64_t segment, int64_t g, int64_t b, const Sweep& w, F&& begin, G&& done) const {
-    float* d = l.adjoint + g * 2 * p.state;
+  void sweep(Lane& l, const Task& t, int64_t segment, int64_t at, int64_t b, const Sweep& w, const Task& next, int64_t next_t,
+             F&& begin, G&& done) const {
+    float* d = l.adjoint + at * 2 * p.state;
     int64_t first = first_panel(b);
     sweep_segment(p, t, l.chunks, count(t, segment), l.parts[b], w, d, d + p.state, segment, first,
-                  first_panel(b + 1) - first, begin, done);
+                  first_panel(b + 1) - first, next, next_t, begin, done);
   }
   void finish(Lane& l, const Task& t, int64_t g, int i, const Finish& f) const {
     const Chunk& ch = l.chunks[i];
@@ -261,20 +263,24 @@ inline void worker_scratch(const Problem& p, Sweep& w, Finish& f, Fetch& fetch, 
   w.fetch = &fetch;
 }
 
-inline void backward_task(const Steps& steps, Lane& l, int64_t lane, const Sweep& w, const Finish& f) {
+// `heads` key heads from `lane` on, a segment of each value head in turn.
+inline void backward_task(const Steps& steps, Lane& l, int64_t lane, int64_t heads, const Sweep& w, const Finish& f) {
   const Problem& p = steps.p;
-  for (int64_t g = 0; g < steps.G; ++g)
-    for (int64_t s = 0; s < p.strips; ++s) steps.states_in(l, steps.task(lane, g), g, s);
-  for (int64_t segment = steps.task(lane, 0).segments() - 1; segment >= 0; --segment) {
-    for (int64_t g = 0; g < steps.G; ++g) {
-      const Task t = steps.task(lane, g);
+  const int64_t count = heads * steps.G;
+  auto task = [&](int64_t at) { return steps.task(lane + at / steps.G, at % steps.G); };
+  for (int64_t at = 0; at < count; ++at)
+    for (int64_t s = 0; s < p.strips; ++s) steps.states_in(l, task(at), at, s);
+  for (int64_t segment = task(0).segments() - 1; segment >= 0; --segment) {
+    for (int64_t at = 0; at < count; ++at) {
+      const Task t = task(at), next = task((at + 1) % count);
+      const int64_t next_t = (at + 1 < count ? segment : segment - 1) * SEGMENT;
       for (int64_t b = 0; b < steps.blocks; ++b)
-        steps.sweep(l, t, segment, g, b, w, [&](int i) { if (b == 0) steps.prepare(l, t, segment, i); },
-                    [&](int i) { if (b + 1 == steps.blocks) steps.finish(l, t, g, i, f); });
+        steps.sweep(l, t, segment, at, b, w, next, next_t, [&](int i) { if (b == 0) steps.prepare(l, t, segment, i); },
+                    [&](int i) { if (b + 1 == steps.blocks) steps.finish(l, t, at % steps.G, i, f); });
     }
   }
-  for (int64_t g = 0; g < steps.G; ++g)
-    for (int64_t s = 0; s < p.strips; ++s) steps.states_out(l, steps.task(lane, g), g, s);
+  for (int64_t at = 0; at < count; ++at)
+    for (int64_t s = 0; s < p.strips; ++s) steps.states_out(l, task(at), at, s);
 }
 
 // Few lanes: chunks in parallel, then blocks of columns, then chunks again.
@@ -307,7 +313,8 @@ inline void backward_split(const Steps& steps, Lane* lanes, int64_t count, int t
         for (int64_t i = 0; i < blocks; ++i) {
           const int64_t n = i / steps.blocks;
           const Task t = steps.task(n, g);
-          if (steps.count(t, segment)) steps.sweep(lanes[n], t, segment, g, i % steps.blocks, w, [](int) {}, [](int) {});
+          if (steps.count(t, segment))
+            steps.sweep(lanes[n], t, segment, g, i % steps.blocks, w, t, (segment - 1) * SEGMENT, [](int) {}, [](int) {});
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < chunks; ++i) {
@@ -338,18 +345,18 @@ inline void backward(const Args& a) {
   advise(a.dv, p.tokens() * a.HV * a.V * p.bytes());
   if ((double)p.tokens() * a.HV * p.K * p.strips * NR < SMALL / 4) threads = 1;
   const bool split = steps.blocks > 1 && count % threads;  // where lanes leave a thread without work
-  const int64_t lanes = split ? count : least<int64_t>(threads, count);
+  Queue queue(a.H, count, steps.G * p.states() * p.state, threads);
+  const int64_t lanes = split ? count : least<int64_t>(threads, count), heads = split ? 1 : queue.most;
   Lane* l = (Lane*)malloc(sizeof(Lane) * lanes);
   if (!l) abort();
   Arena m;
   for (int pass = 0; pass < 2; ++pass) {
     if (pass) m = Arena{scratch_shared.get(m.used), 0};
-    for (int64_t i = 0; i < lanes; ++i) l[i].carve(m, p, steps.blocks, split);
+    for (int64_t i = 0; i < lanes; ++i) l[i].carve(m, p, steps.blocks, heads * steps.G, split);
   }
   if (split) {
     backward_split(steps, l, count, threads);
   } else {
-    int64_t next = 0;
 #pragma omp parallel for schedule(static, 1) num_threads((int)lanes) if (lanes > 1)
     for (int64_t own = 0; own < lanes; ++own) {
       FlushDenormals flush;
@@ -357,11 +364,8 @@ inline void backward(const Args& a) {
       Finish f;
       Fetch fetch;
       worker_scratch(p, w, f, fetch, (p.strips + steps.blocks - 1) / steps.blocks);
-      for (;;) {
-        int64_t i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-        if (i >= count) break;
-        backward_task(steps, l[own], i, w, f);
-      }
+      int64_t i;
+      while (const int64_t n = queue.take(i)) backward_task(steps, l[own], i, n, w, f);
       end_streams();
     }
   }

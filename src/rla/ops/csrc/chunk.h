@@ -56,6 +56,32 @@ inline void advise(const void* p, size_t bytes) {
 #endif
 }
 
+// Heads that threads take, several together, a part of each in turn: a row of the inputs is on the same page of memory as those of
+// the next heads, and to look up a page anew for each row of each head costs up to a sixth of the time. Towards the end they take
+// fewer, so that none waits long for another.
+struct Queue {
+  int64_t heads, count;  // of a sequence, of all
+  int64_t most;          // to be taken together
+  int threads;
+  int64_t next = 0;
+
+  // size: floats of a head's states. Those of the heads taken together have to stay in a cache.
+  Queue(int64_t heads_, int64_t count_, int64_t size, int threads_) : heads(heads_), count(count_), threads(threads_) {
+    constexpr int64_t MOST = 4, CACHE = (W == 16 ? 512 : 256) << 8;  // floats
+    most = size * MOST <= CACHE ? MOST : size * 2 <= CACHE ? 2 : 1;
+  }
+  // How many heads, and the first of them; 0 when there are none left.
+  int64_t take(int64_t& first) {
+    first = __atomic_load_n(&next, __ATOMIC_RELAXED);
+    while (first < count) {
+      int64_t n = least(least(most, heads - first % heads), 2 * (count - first) / (3 * threads));
+      if (n < 1) n = 1;
+      if (__atomic_compare_exchange_n(&next, &first, first + n, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return n;
+    }
+    return 0;
+  }
+};
+
 // Memory of a thread that outlives the call: fresh pages cost more than a short call's arithmetic.
 struct Scratch {
   char* memory = nullptr;
@@ -232,8 +258,8 @@ inline void fetch_recompute(Fetch& f, const Problem& p, const Task& task, int64_
   f.spread(p.states() * p.strips * calls_of(C, p.K));
 }
 // While it sweeps the chunk at t: rows of dq and dk that it is about to write, unless past the caches; what the chunk before
-// reads and writes first; and at the end of a segment inputs of the first chunk of the segment before.
-inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int64_t t) {
+// reads and writes first; and at the end of a segment inputs of the next one, which begins at next_t of `next`.
+inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int64_t t, const Task& next, int64_t next_t) {
   const int64_t stride[3] = {p.a.T * p.a.H * p.K, p.a.H * p.K, p.K};
   const int64_t v_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
   f.clear();
@@ -241,9 +267,9 @@ inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int64_t t)
   if (!p.past) fetch_rows(f, p, task, p.a.dk, stride, task.kh, p.K, t);
   if (t) fetch_rows(f, p, task, p.a.dout, p.a.dout_stride, task.h, p.V, t - C);
   if (t && !p.past) fetch_rows(f, p, task, p.a.dv, v_stride, task.h, p.V, t - C);
-  if (t && t % SEGMENT == 0) {
-    fetch_inputs(f, p, task, t - SEGMENT, 0, p.strips);
-    fetch_kept(f, p, task, t - SEGMENT, 0, p.strips);
+  if (t % SEGMENT == 0 && next_t >= 0) {
+    fetch_inputs(f, p, next, next_t, 0, p.strips);
+    fetch_kept(f, p, next, next_t, 0, p.strips);
   }
   // with each state k dS, S do^T, dS u^T; S dkS^T
   const int64_t products = 3 * p.states() + (p.delta || p.residual) + (p.delta && p.fitted);

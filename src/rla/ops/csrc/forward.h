@@ -237,8 +237,8 @@ inline float* state_of(const Problem& p, float* x, const Task& task) {
   return x ? x + (task.n * p.a.HV + task.h) * p.K * p.V : nullptr;
 }
 
-// One sequence of one head, `count` panels from `first` on.
-inline void forward_task(const Problem& p, const Task& task, int64_t first, int64_t count) {
+// `heads` heads of one sequence from h on, `count` panels from `first` on, a chunk of each head in turn.
+inline void forward_task(const Problem& p, int64_t n, int64_t h, int64_t heads, int64_t first, int64_t count) {
   Arena m;
   Chunk ch;
   Strip st;
@@ -249,22 +249,35 @@ inline void forward_task(const Problem& p, const Task& task, int64_t first, int6
     ch.carve(m, p, false);
     st = forward_scratch(m);
     fetch = fetch_scratch(m, p);
-    S = m.floats(count * p.panel);
-    R = m.floats(count * p.panel);
+    S = m.floats(heads * count * p.panel);
+    R = m.floats(heads * count * p.panel);
   }
   st.fetch = &fetch;
-  for (int64_t s = 0; s < count; ++s) {
-    start_state(p, state_of(p, p.a.S0, task), S + s * p.panel, first + s);
-    if (p.fitted) start_state(p, state_of(p, p.a.R0, task), R + s * p.panel, first + s);
+  auto each_panel = [&](int64_t g, auto&& f) {
+    for (int64_t s = 0; s < count; ++s) f(S + (g * count + s) * p.panel, R + (g * count + s) * p.panel, first + s);
+  };
+  for (int64_t g = 0; g < heads; ++g) {
+    const Task task(p, n, h + g);
+    each_panel(g, [&](float* S, float* R, int64_t s) {
+      start_state(p, state_of(p, p.a.S0, task), S, s);
+      if (p.fitted) start_state(p, state_of(p, p.a.R0, task), R, s);
+    });
   }
-  for (int64_t t = 0; t < task.length; t += C) {
-    prepare(p, task, ch, t, false, p.a.saved && first == 0);
-    fetch_forward(fetch, p, task, t + C, first, count);
-    for (int64_t s = 0; s < count; ++s) forward_strip(p, task, ch, st, S + s * p.panel, R + s * p.panel, first + s);
+  const int64_t length = Task(p, n, h).length;
+  for (int64_t t = 0; t < length; t += C) {
+    for (int64_t g = 0; g < heads; ++g) {
+      const Task task(p, n, h + g), next(p, n, h + (g + 1) % heads);
+      prepare(p, task, ch, t, false, p.a.saved && first == 0);
+      fetch_forward(fetch, p, next, g + 1 < heads ? t : t + C, first, count);
+      each_panel(g, [&](float* S, float* R, int64_t s) { forward_strip(p, task, ch, st, S, R, s); });
+    }
   }
-  for (int64_t s = 0; s < count; ++s) {
-    unpack_state(p, S + s * p.panel, state_of(p, p.a.S, task), first + s);
-    if (p.fitted) unpack_state(p, R + s * p.panel, state_of(p, p.a.R, task), first + s);
+  for (int64_t g = 0; g < heads; ++g) {
+    const Task task(p, n, h + g);
+    each_panel(g, [&](float* S, float* R, int64_t s) {
+      unpack_state(p, S, state_of(p, p.a.S, task), s);
+      if (p.fitted) unpack_state(p, R, state_of(p, p.a.R, task), s);
+    });
   }
 }
 
@@ -286,12 +299,17 @@ inline void forward(const Args& a) {
   int64_t parts = 1;
   if (tasks < 2 * threads)
     while (parts < p.strips && tasks * parts % threads) ++parts;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-  for (int64_t i = 0; i < tasks * parts; ++i) {
+  Queue queue(a.HV * parts, tasks * parts, p.strips * p.states() * p.panel, threads);
+  if (parts > 1) queue.most = 1;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
     FlushDenormals flush;
     AmxTiles tiles;
-    const int64_t n = i / parts, first = p.strips * (i % parts) / parts, end = p.strips * (i % parts + 1) / parts;
-    forward_task(p, Task(p, n / a.HV, n % a.HV), first, end - first);
+    int64_t i;
+    while (const int64_t heads = queue.take(i)) {
+      const int64_t n = i / parts, first = p.strips * (i % parts) / parts, end = p.strips * (i % parts + 1) / parts;
+      forward_task(p, n / a.HV, n % a.HV, heads, first, end - first);
+    }
     end_streams();
   }
 }

@@ -297,11 +297,12 @@ inline float absorb_adjoint(const Problem& p, const Chunk& ch, const float* S, f
 }
 
 // A segment of chunks in the columns of panels first .. first + strips - 1. dS, dR: the task's adjoints, all panels.
-// begin(i) is called before chunks[i] is used, done(i) when parts[i] is complete, from the last chunk to the first.
+// begin(i) is called before chunks[i] is used, done(i) when parts[i] is complete, from the last chunk to the first. next, next_t:
+// where the next segment begins.
 template <class F, class G>
 inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunks, int count, const Part* parts,
                           const Sweep& w, float* dS, float* dR, int64_t segment, int64_t first, int64_t strips,
-                          F&& begin, G&& done) {
+                          const Task& next, int64_t next_t, F&& begin, G&& done) {
   const int64_t size = p.K * NR;
   const bool predicts = p.delta || p.residual;
   dS += first * size;
@@ -333,7 +334,7 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
     const Chunk& ch = chunks[i];
     const Part& part = parts[i];
     memset(w.sums, 0, SUMS * C * W * 4);
-    fetch_sweep(*w.fetch, p, task, ch.t);
+    fetch_sweep(*w.fetch, p, task, ch.t, next, next_t);
     for (int64_t s = 0; s < strips; ++s)
       sweep_strip(p, task, ch, w, w.strip(p, task, ch, i, first, s), dS + s * size, dR + s * size, s, strips, first + s);
     float* const sums[SUMS] = {part.beta, part.gamma, part.delta, part.error, part.r};
