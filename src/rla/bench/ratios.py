@@ -1,7 +1,7 @@
 """From times and peaks of cells to the table of ratios: what each backend gains, what the residual costs, how memory compares.
 
-"times as fast as chunked" is the time of chunked over ours, "time over sgla" is ours over that of sgla. Times are medians, or the
-lowest of a run beside sgemm at its fastest.
+"times as fast as chunked" is the time of chunked over ours, "time over sgla" is ours over that of sgla. Times are medians, or
+the lowest of a run beside sgemm at its fastest.
 """
 
 from __future__ import annotations
