@@ -52,8 +52,8 @@ def main(
 ) -> int:
     """Time attend's backends beside their peers, over lengths, on a machine that does nothing else; compare within a run.
 
-    Writes kernels.csv (lowest times, 20/50/80 % quantiles, rates, peak memory, machine, versions) and kernels.png. Ctrl-C writes
-    what there is.
+    Writes kernels.csv (lowest times, 20/50/80 % quantiles, rates, peak memory, machine, versions) and kernels.png. Ctrl-C
+    writes what there is.
 
     Example: rla bench kernels --methods rla rdn --lengths 1024 4096 --peers sdpa --threads 2
 
