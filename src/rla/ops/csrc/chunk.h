@@ -384,21 +384,27 @@ INLINE void times_keys(Tile<M>& x, const Problem& p, const Chunk& ch, const floa
   }
 }
 
-// The matrices of pairs, lower triangles.
+// The matrices of pairs. What is above the diagonal is zero, though nobody reads it: what forward keeps is an output of the
+// operator, the same in every call.
 inline void make_pairs(const Problem& p, const Chunk& ch) {
   const bool keys = p.delta || p.residual;
   tiles(ch.c, [&](auto m, int64_t i0) {
     constexpr int M = decltype(m)::value;
-    for (int64_t s = 0; s * NR < i0 + M; ++s) {
+    for (int64_t s = 0; s < CP; ++s) {
+      const bool above = s * NR >= i0 + M;
       const int64_t at = i0 * C + s * NR;
-      const float *D = ch.D + at, *Dp = D - C;  // D' is D one row up; its row 0 is never read
+      const float *D = ch.D + at, *Dp = D - C;  // D' is D one row up, its row 0 is zero
       Tile<M> x;
-      times_keys(x, p, ch, ch.q, ch.qk, ch.iq, i0, s);
-      EACH(M, store(ch.A + at + i * C + j * W, x.v[i][j] * load(D + i * C + j * W)));
-      if (p.sum) EACH(M, if (i0 + i) store(ch.Au + at + i * C + j * W, x.v[i][j] * load(Dp + i * C + j * W)));
+      auto put_pairs = [&](float* to, const float* decays, bool first) __attribute__((always_inline)) {
+        EACH(M, store(to + at + i * C + j * W, first || i0 + i ? x.v[i][j] * load(decays + i * C + j * W) : V{}));
+      };
+      clear(x);
+      if (!above) times_keys(x, p, ch, ch.q, ch.qk, ch.iq, i0, s);
+      put_pairs(ch.A, D, true);
+      if (p.sum) put_pairs(ch.Au, Dp, false);
       if (!keys) continue;
-      times_keys(x, p, ch, ch.k, ch.kk, ch.ik, i0, s);
-      EACH(M, if (i0 + i) store(ch.Gp + at + i * C + j * W, x.v[i][j] * load(Dp + i * C + j * W)));
+      if (!above) times_keys(x, p, ch, ch.k, ch.kk, ch.ik, i0, s);
+      put_pairs(ch.Gp, Dp, false);
     }
   });
 }
