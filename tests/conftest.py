@@ -1,11 +1,24 @@
 """Test set-up: one thread per worker, poisoned memory on request."""
 
+import hashlib
 import os
+import tempfile
+from pathlib import Path
 
+# torch.compile's cache does not notice that an operator's shapes have changed: one for each state of the sources
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    os.path.join(
+        tempfile.gettempdir(),
+        "rla-inductor-"
+        + hashlib.sha256(
+            b"".join(x.read_bytes() for x in sorted(Path(__file__).parents[1].glob("src/rla/ops/*.py")))
+        ).hexdigest(),
+    ),
+)
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # see `rla doctor`; before torch's first product
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
