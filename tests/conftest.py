@@ -1,24 +1,13 @@
 """Test set-up: one thread per worker, poisoned memory on request."""
 
-import hashlib
 import os
-import tempfile
-from pathlib import Path
 
-# torch.compile's cache does not notice that an operator's shapes have changed: one for each state of the sources
-os.environ.setdefault(
-    "TORCHINDUCTOR_CACHE_DIR",
-    os.path.join(
-        tempfile.gettempdir(),
-        "rla-inductor-"
-        + hashlib.sha256(
-            b"".join(x.read_bytes() for x in sorted(Path(__file__).parents[1].glob("src/rla/ops/*.py")))
-        ).hexdigest(),
-    ),
-)
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # see `rla doctor`; before torch's first product
 
+import hashlib
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +25,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_configure(config):
     from rla.ops.backends import BACKENDS
 
+    # torch.compile's cache does not notice that an operator's shapes have changed: one for each state of the sources
+    ops = Path(__file__).parents[1] / "src/rla/ops"
+    sources = b"".join(x.read_bytes() for x in sorted([*ops.glob("*.py"), *ops.glob("csrc/*")]))
+    cache = Path(tempfile.gettempdir()) / f"rla-inductor-{hashlib.sha256(sources).hexdigest()[:16]}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     if BACKENDS["native"].missing:  # no compiler: automatic choices warn once, which is right and tested elsewhere
         config.addinivalue_line("filterwarnings", "ignore:rla. backend 'native' is not usable here:UserWarning")
 

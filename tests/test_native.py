@@ -45,10 +45,10 @@ def test_the_same_bits_for_any_number_of_threads(name, case):
 
 
 @built
-@pytest.mark.parametrize("case", ("large", "many heads"))
+@pytest.mark.parametrize("case", (LARGE, CASES["many heads"]), ids=("large", "many heads"))
 @pytest.mark.parametrize("name", ("sgla", "gdn", "rla", "rdn", "rdn-nofit", "rla-nonorm"))
 def test_outputs_larger_than_the_caches_and_heads_taken_together(name, case):
-    assert_agrees(ALL[name], {"large": LARGE, "many heads": CASES["many heads"]}[case], "native", torch.float32)
+    assert_agrees(ALL[name], case, "native", torch.float32)
 
 
 @built

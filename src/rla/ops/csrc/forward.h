@@ -81,6 +81,12 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Stri
   const float *q = ch.q + i0 * p.ldk, *E = ch.E + i0, *alpha = ch.alpha + i0;
   const bool earlier = PASS == OUTPUT || (PASS == STATES && !p.kept);  // u and w of earlier tokens are asked for
   Tile<M> v, x, r;
+  auto leave = [&](float* error, const float* rate, float* u, float* uL) __attribute__((always_inline)) {
+    if (PASS == ERRORS) return put(error + at, x);
+    scale_rows(x, rate + i0);
+    if (earlier) put(u + at, x);
+    put(uL + at, x, ch.L + i0);
+  };
   get_input(v, p.dtype, a.v, task.row(a.v_stride, ch.t + i0, task.h) + s * NR, a.v_stride[1], columns);
   if (p.delta || p.residual) predict<PASS>(x, p, ch, v, ch.beta, ch.ab, st.u, S, st.rkS, st.pS, i0, *st.fetch);
   if (p.residual) {
@@ -90,13 +96,7 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Stri
   }
   if (p.delta) EACH(M, x.v[i][j] = v.v[i][j] - splat(alpha[i]) * x.v[i][j]);
   else x = v;
-  if (PASS == ERRORS) {
-    put(st.x + at, x);
-  } else {
-    scale_rows(x, ch.beta + i0);
-    if (earlier) put(st.u + at, x);
-    put(st.uL + at, x, ch.L + i0);
-  }
+  leave(st.x, ch.beta, st.u, st.uL);
   if (p.fitted) {
     if (p.delta) {
       predict<PASS>(x, p, ch, r, ch.gamma, ch.ag, st.w, R, st.rkR, st.pR, i0, *st.fetch);
@@ -104,13 +104,7 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Stri
     } else {
       x = r;
     }
-    if (PASS == ERRORS) {
-      put(st.y + at, x);
-    } else {
-      scale_rows(x, ch.gamma + i0);
-      if (earlier) put(st.w + at, x);
-      put(st.wL + at, x, ch.L + i0);
-    }
+    leave(st.y, ch.gamma, st.w, st.wL);
   }
   if (PASS != OUTPUT) return;
   Tile<M> o;
