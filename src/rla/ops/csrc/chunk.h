@@ -280,29 +280,31 @@ inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int64_t t,
 inline void load_keys(const Problem& p, const Task& task, const Chunk& ch, const void* source, const int64_t* stride,
                       float* x, float* inverse) {
   const bool whole = p.dtype == F32 && p.K % W == 0;  // rows that can be read where they are
-  constexpr int N = 4;  // rows at a time: one would wait for its own sums
+  constexpr int N = 4;  // rows at a time: one would wait for its own sums, and of many the first are out of the cache again
   for (int64_t i0 = 0; i0 < ch.c; i0 += N) {
-    const int64_t n = least<int64_t>(N, ch.c - i0);
-    float *row[N], squares[N];
+    float squares[N], scale[N], *row[N];
     const float* from[N];
     for (int64_t i = 0; i < N; ++i) {
-      const int64_t at = task.row(stride, ch.t + i0 + least(i, n - 1), task.kh);  // the last row again where there is none
-      row[i] = x + (i0 + least(i, n - 1)) * p.ldk;
+      const int64_t n = least(i0 + i, ch.c - 1), at = task.row(stride, ch.t + n, task.kh);  // the last row again where there is none
+      row[i] = x + n * p.ldk;
       from[i] = whole ? (const float*)source + at : row[i];
+      if (whole) continue;
+      load_row(p.dtype, source, at, row[i], p.K);
       for (int64_t d = p.K; d < p.ldk; ++d) row[i][d] = 0;
-      if (!whole) load_row(p.dtype, source, at, row[i], p.K);
     }
     V s[N] = {};
     for (int64_t d = 0; d < p.K; d += W)
       unroll<N>([&](auto i) __attribute__((always_inline)) { s[i.value] += load(from[i.value] + d) * load(from[i.value] + d); });
     sum4(s[0], s[1], s[2], s[3], squares);
-    for (int64_t i = 0; i < n; ++i) {
-      const float norm = sqrtf(squares[i]);
+    for (int64_t i = 0; i < N; ++i) {
+      const float norm = sqrtf(squares[i]), larger = norm < NORM_EPS ? NORM_EPS : norm;
       inverse[i0 + i] = norm < NORM_EPS ? -1 / NORM_EPS : 1 / norm;
-      const V scale = splat(!p.a.qk_norm ? 1 : norm < NORM_EPS ? 1 / NORM_EPS : 1 / norm);
-      for (int64_t d = 0; d < p.K; d += W) store(row[i] + d, load(from[i] + d) * scale);
+      scale[i] = p.a.qk_norm ? 1 / larger : 1;
+    }
+    for (int64_t i = 0; i < least<int64_t>(N, ch.c - i0); ++i) {
+      for (int64_t d = 0; d < p.K; d += W) store(row[i] + d, load(from[i] + d) * splat(scale[i]));
       // exact, so that its gradient is exactly zero
-      if (p.K == 1 && p.a.qk_norm && norm >= NORM_EPS) row[i][0] = row[i][0] < 0 ? -1 : 1;
+      if (p.K == 1 && p.a.qk_norm && inverse[i0 + i] > 0) row[i][0] = row[i][0] < 0 ? -1 : 1;
     }
   }
 }
@@ -341,28 +343,36 @@ inline void transpose_keys(const Problem& p, const Chunk& ch, const float* x, fl
 }
 
 inline void load_gates(const Problem& p, const Task& task, const Chunk& ch) {
-  const Args& a = p.a;
-  float e = 1, last = 1;
-  for (int64_t i = 0; i < C; ++i) {
-    bool in = i < ch.c;
-    int64_t at = in ? task.gate(p, ch.t + i) : 0;
-    float alpha = !in ? 0 : a.log_alpha ? expf(a.log_alpha[at]) : 1;
-    last = e;
-    e *= alpha;
-    ch.alpha[i] = alpha;
-    ch.E[i] = e;
-    ch.Ep[i] = in ? last : 0;
-    ch.beta[i] = !in ? 0 : a.beta ? a.beta[at] : 1;
-    ch.gamma[i] = !in ? 0 : a.gamma ? a.gamma[at] : 1;
-    ch.ab[i] = alpha * ch.beta[i];
-    ch.ag[i] = alpha * ch.gamma[i];
-    ch.go[i] = p.gated ? ch.gamma[i] : in;
-    ch.eu[i] = p.sum ? ch.Ep[i] : ch.E[i];
-    float* row = ch.D + i * C;
-    for (int64_t j = 0; j < C; ++j) row[j] = i ? alpha * row[j - C] : 0;
-    row[i] = 1;
+  const int64_t at = task.gate(p, ch.t), HV = p.a.HV;
+  auto gather = [&](const float* x, float absent, float beyond, float* to) {
+    for (int64_t i = 0; i < C; ++i) to[i] = i >= ch.c ? beyond : x ? x[at + i * HV] : absent;
+  };
+  gather(p.a.log_alpha, 0, -INFINITY, ch.alpha);
+  gather(p.a.beta, 1, 0, ch.beta);
+  gather(p.a.gamma, 1, 0, ch.gamma);
+  for (int64_t i = 0; i < C; i += W) {
+    const V x = load(ch.alpha + i), alpha = select(x < -87.f, V{}, exp(select(x < -87.f, V{}, x)));  // a NaN passes
+    store(ch.alpha + i, alpha);
+    store(ch.ab + i, alpha * load(ch.beta + i));
+    store(ch.ag + i, alpha * load(ch.gamma + i));
   }
-  memcpy(ch.L, ch.D + (ch.c - 1) * C, C * 4);
+  V row[C / W] = {}, lane[C / W];  // a row of D, and the numbers of its columns
+  for (int64_t j = 0; j < C; ++j) lane[j / W][j % W] = (float)j;
+  float e = 1;
+  for (int64_t i = 0; i < C; ++i) {
+    const float last = e, alpha = ch.alpha[i];
+    e *= alpha;
+    ch.E[i] = e;
+    ch.Ep[i] = i < ch.c ? last : 0;
+    ch.go[i] = p.gated ? ch.gamma[i] : i < ch.c;
+    ch.eu[i] = p.sum ? ch.Ep[i] : e;
+    unroll<C / W>([&](auto j) __attribute__((always_inline)) {
+      V& x = row[j.value];
+      x = select(lane[j.value] == splat((float)i), splat(1), splat(alpha) * x);
+      store(ch.D + i * C + j.value * W, x);
+      if (i + 1 == ch.c) store(ch.L + j.value * W, x);
+    });
+  }
 }
 
 // Whether the second half of panel s is above the diagonal in rows i0 .. i0 + M - 1 of a matrix of the chunk's tokens.

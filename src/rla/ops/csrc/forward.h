@@ -178,9 +178,13 @@ inline void absorb_tiles(const Problem& p, const Chunk& ch, float* S, const floa
 template <Pass PASS>
 inline void strip_tiles(const Problem& p, const Task& task, const Chunk& ch, Strip& st, const float* S,
                         const float* R, int64_t s) {
-  tiles(ch.c, [&](auto m, int64_t i0) {
-    strip_tile<PASS, decltype(m)::value>(p, task, ch, st, S, R, s, i0);
-  });
+  auto tile = [&](auto m, int64_t i0) { strip_tile<PASS, decltype(m)::value>(p, task, ch, st, S, R, s, i0); };
+  if (PASS == ERRORS || (PASS == STATES && p.kept)) {  // nothing is multiplied: few rows at a time, which fit in the registers
+    for (int64_t i0 = 0; i0 + 1 < ch.c; i0 += 2) tile(Int<2>{}, i0);
+    if (ch.c % 2) tile(Int<1>{}, ch.c - 1);
+  } else {
+    tiles(ch.c, tile);
+  }
 }
 
 // One chunk of panel s forward; the states' panels S and R are updated, in place but for those that are saved for backward:

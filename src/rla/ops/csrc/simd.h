@@ -106,8 +106,8 @@ INLINE void sum4(V a, V b, V c, V d, float* to) {
 INLINE V select(VI mask, V a, V b) { return (V)(((VI)a & mask) | ((VI)b & ~mask)); }
 INLINE V abs(V x) { return (V)((VI)x & (VI{} + 0x7fffffff)); }
 
-// exp for 0 <= x <= 88: 2^n times a polynomial (Cephes).
-INLINE V exp_positive(V x) {
+// exp for -87 <= x <= 88: 2^n times a polynomial (Cephes).
+INLINE V exp(V x) {
   V n = x * 1.44269504f + 12582912.f;
   VI bits = ((VI)n - 0x4b400000 + 127) << 23;
   n -= 12582912.f;
@@ -128,7 +128,7 @@ INLINE V tanh(V x) {
   small = small * z - 3.33332819422e-1f;
   small = small * z * x + x;
   V c = select(a > 15.f, V{} + 15.f, a);
-  V large = 1.f - 2.f / (exp_positive(c + c) + 1.f);
+  V large = 1.f - 2.f / (exp(c + c) + 1.f);
   large = (V)((VI)large | ((VI)x & (VI{} + (int32_t)0x80000000)));
   return select(a > 0.625f, large, small);  // a NaN compares false and stays NaN in `small`
 }
@@ -277,44 +277,49 @@ template <int H> INLINE void butterflies(V (&r)[W]) {
     }
   });
 }
-INLINE void transpose_block(const float* a, int64_t lda, float* b, int64_t ldb, const float* scale) {
+// Four numbers of each of the rows 0, 4, 8 ... of a block, one after the other.
+INLINE V load_fours(const float* a, int64_t lda) {
+#if defined(__AVX512F__) && !defined(RLA_W)
+  __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(a));
+  x = _mm512_insertf32x4(x, _mm_loadu_ps(a + 4 * lda), 1);
+  x = _mm512_insertf32x4(x, _mm_loadu_ps(a + 8 * lda), 2);
+  return (V)_mm512_insertf32x4(x, _mm_loadu_ps(a + 12 * lda), 3);
+#else
+  V x;
+  for (int i = 0; i < W; i += 4) __builtin_memcpy((char*)&x + 4 * i, a + i * lda, 16);
+  return x;
+#endif
+}
+template <bool PAST> INLINE void transpose_block(const float* a, int64_t lda, float* b, int64_t ldb, const float* scale) {
   V r[W];
-  unroll<W>([&](auto i) __attribute__((always_inline)) { r[i.value] = load(a + i.value * lda); });
+  unroll<W>([&](auto i) __attribute__((always_inline)) { r[i.value] = load_fours(a + i.value % 4 * lda + i.value / 4 * 4, lda); });
   butterflies<1>(r);
   butterflies<2>(r);
-  if constexpr (W >= 8) butterflies<4>(r);
-  if constexpr (W >= 16) butterflies<8>(r);
   if (scale) {
     const V s = load(scale);
     unroll<W>([&](auto i) __attribute__((always_inline)) { r[i.value] *= s; });
   }
-  unroll<W>([&](auto i) __attribute__((always_inline)) { store(b + i.value * ldb, r[i.value]); });
+  unroll<W>([&](auto i) __attribute__((always_inline)) {
+    if (PAST) stream(b + i.value * ldb, r[i.value]);
+    else store(b + i.value * ldb, r[i.value]);
+  });
 }
 #else
-inline void transpose_block(const float* a, int64_t lda, float* b, int64_t ldb, const float* scale) {
+template <bool PAST> inline void transpose_block(const float* a, int64_t lda, float* b, int64_t ldb, const float* scale) {
   for (int i = 0; i < W; ++i)
     for (int j = 0; j < W; ++j) b[j * ldb + i] = scale ? a[i * lda + j] * scale[i] : a[i * lda + j];
 }
 #endif
 
-// b[j, i] = a[i, j], times scale[i] if there is one, for i < rows, j < columns.
+// b[j, i] = a[i, j], times scale[i] if there is one, for i < rows, j < columns. PAST: past the caches, as `stream` does.
+template <bool PAST = false>
 inline void transpose(const float* a, int64_t lda, float* b, int64_t ldb, int64_t rows, int64_t columns,
                       const float* scale = nullptr) {
   int64_t full = rows / W * W, width = columns / W * W;
   for (int64_t i = 0; i < full; i += W)
-    for (int64_t j = 0; j < width; j += W) transpose_block(a + i * lda + j, lda, b + j * ldb + i, ldb, scale ? scale + i : nullptr);
+    for (int64_t j = 0; j < width; j += W) transpose_block<PAST>(a + i * lda + j, lda, b + j * ldb + i, ldb, scale ? scale + i : nullptr);
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = i < full ? width : 0; j < columns; ++j) b[j * ldb + i] = scale ? a[i * lda + j] * scale[i] : a[i * lda + j];
-}
-
-// Two accumulators: one would wait for itself. n is a multiple of 2 W.
-inline float dot(const float* a, const float* b, int64_t n) {
-  V x = V{}, y = V{};
-  for (int64_t i = 0; i < n; i += 2 * W) {
-    x += load(a + i) * load(b + i);
-    y += load(a + i + W) * load(b + i + W);
-  }
-  return sum(x + y);
 }
 
 // Decaying states drift into denormals, which are slow: flush them while an object of this class lives.

@@ -201,9 +201,9 @@ inline void sweep_strip(const Problem& p, const Task& task, const Chunk& ch, con
   if (p.delta && p.fitted) transpose_panel(ch, w.dkR + panel, w.dkRT, b, strips);
 }
 
-INLINE void add_lanes(V (&sums)[NV], int M, const V (*x)[NV], const float* panel) {
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < NV; ++j) sums[j] += x[i][j] * load(panel + i * NR + j * W);
+// sums += cs(x * panel)
+template <int M> INLINE void add_lanes(V (&sums)[NV], const Tile<M>& x, const float* panel) {
+  EACH(M, sums[j] += x.v[i][j] * load(panel + i * NR + j * W));
 }
 
 // Through the states to q and k, transposed:  S do^T, R do^T, dS u^T + dR w^T, S dkS^T + R dkR^T.
@@ -218,19 +218,19 @@ inline void sweep_keys(const Problem& p, const Chunk& ch, const Sweep& w, const 
       Tile<M> x, y;
       clear(x);
       mul_panels(x, S + d * NR, step, w.doutT + b, strips, *w.fetch);
-      add_lanes(qS[s], M, x.v, ch.qT + t + d * NR);
+      add_lanes(qS[s], x, ch.qT + t + d * NR);
       EACH(M, x.v[i][j] *= load(ch.eu + at + j * W));
       if (p.fitted) {
         clear(y);
         mul_panels(y, R + d * NR, step, w.doutT + b, strips, *w.fetch);
-        add_lanes(qR[s], M, y.v, ch.qT + t + d * NR);
+        add_lanes(qR[s], y, ch.qT + t + d * NR);
         EACH(M, x.v[i][j] += y.v[i][j] * (load(ch.E + at + j * W) * load(ch.go + at + j * W)));
       }
       put(part.dqT + t + d * NR, x);
       clear(x);
       mul_panels(x, dS + d * NR, step, w.uT + b, strips, *w.fetch);
       if (p.fitted) mul_panels(x, dR + d * NR, step, w.wT + b, strips, *w.fetch);
-      add_lanes(kd[s], M, x.v, ch.kT + t + d * NR);
+      add_lanes(kd[s], x, ch.kT + t + d * NR);
       EACH(M, x.v[i][j] *= load(ch.L + at + j * W));
       if (p.delta || p.residual) mul_panels(x, S + d * NR, step, w.dkST + b, strips, *w.fetch);
       if (p.delta && p.fitted) mul_panels(x, R + d * NR, step, w.dkRT + b, strips, *w.fetch);
