@@ -132,15 +132,20 @@ def test_long_sequences(name):
 @pytest.mark.usefixtures("model")
 @pytest.mark.parametrize("name", ("rla", "rdn"))
 def test_long_sequences_with_a_clip(name):
-    """Where the clip sets in the gradient jumps: the few errors within a rounding of it have either side's gradient."""
-    case = Case(B=1, T=600, H=1, K=32, V=16)
-    x = make(ALL[name], case, bf16, decay=6.0)
-    want, want_grads = run(upcast(x), ALL[name], "reference")
-    got, grads = run(x, ALL[name], "native")
-    assert_values(got, want)
-    assert max(rmse_ratio(grads[n], want_grads[n]) for n in want_grads) <= 5e-2
-    rows = (grads["v"] - want_grads["v"]).abs() > 0.05 * want_grads["v"].square().mean().sqrt()
-    assert rows.double().mean() < 0.01, "more than one in a hundred gradients is off"
+    """Where the clip sets in the gradient jumps: the few errors within a rounding of it have either side's gradient.
+
+    One such error is felt by many tokens before it, so that a single seed is a matter of luck: half of several decide.
+    """
+    case, off = Case(B=1, T=600, H=1, K=32, V=16), []
+    for seed in range(5):
+        x = make(ALL[name], case, bf16, seed=seed, decay=6.0)
+        want, want_grads = run(upcast(x), ALL[name], "reference")
+        got, grads = run(x, ALL[name], "native")
+        assert_values(got, want)
+        assert max(rmse_ratio(grads[n], want_grads[n]) for n in want_grads) <= 5e-2
+        rows = (grads["v"] - want_grads["v"]).abs() > 0.05 * want_grads["v"].square().mean().sqrt()
+        off.append(rows.double().mean().item())
+    assert sorted(off)[2] < 0.01, f"more than one in a hundred gradients is off: {off}"
 
 
 def no_decay(x):
@@ -150,6 +155,12 @@ def no_decay(x):
 def forget(x):
     x["log_alpha"][:, 3::7] = -torch.inf
     x["log_alpha"][:, 4] = -100
+
+
+def steep(x):
+    """A chunk of 32 tokens leaves 1e-14 of a state, later 1e-17."""
+    x["log_alpha"].fill_(-1)
+    x["log_alpha"][:, 64:] = -1.2
 
 
 def shut(x):
@@ -174,7 +185,7 @@ def small(x):
 
 
 @pytest.mark.usefixtures("model")
-@pytest.mark.parametrize("change", (no_decay, forget, shut, wide_open, large, small))
+@pytest.mark.parametrize("change", (no_decay, forget, steep, shut, wide_open, large, small))
 @pytest.mark.parametrize("name", ("rla", "rdn"))
 def test_extremes(name, change):
     x = make(ALL[name], WEIRD["wide"], bf16)

@@ -76,12 +76,8 @@ inline void amx_store_sums(float* c, int64_t ldc) {
   amx_store<3>(c + 16 * ldc + W, ldc * 4);
 }
 
-// c[32, NR] = a b, over `blocks` blocks of depth.
-inline void amx_multiply(float* c, int64_t ldc, const uint16_t* a, const uint16_t* b, int64_t blocks) {
-  amx_zero<0>();
-  amx_zero<1>();
-  amx_zero<2>();
-  amx_zero<3>();
+// The sums += a b, over `blocks` blocks of depth.
+inline void amx_add(const uint16_t* a, const uint16_t* b, int64_t blocks) {
   for (; blocks > 0; --blocks, a += LEFT, b += RIGHT) {
     amx_load<4>(a, 64);
     amx_load<6>(b, 4 * W);
@@ -92,45 +88,43 @@ inline void amx_multiply(float* c, int64_t ldc, const uint16_t* a, const uint16_
     amx_dot<2, 5, 6>();
     amx_dot<3, 5, 7>();
   }
-  amx_store_sums(c, ldc);
 }
 
-// The same with a right operand of one block, which stays in its tiles from amx_right on.
-inline void amx_right(const uint16_t* b) {
-  amx_load<6>(b, 4 * W);
-  amx_load<7>(b + RIGHT / 2, 4 * W);
-}
-inline void amx_times_right(float* c, int64_t ldc, const uint16_t* a) {
+inline void amx_clear() {
   amx_zero<0>();
   amx_zero<1>();
   amx_zero<2>();
   amx_zero<3>();
-  amx_load<4>(a, 64);
-  amx_dot<0, 4, 6>();
-  amx_dot<1, 4, 7>();
-  amx_load<5>(a + LEFT / 2, 64);
-  amx_dot<2, 5, 6>();
-  amx_dot<3, 5, 7>();
+}
+
+// c[32, NR] = a b, over `blocks` blocks of depth.
+inline void amx_multiply(float* c, int64_t ldc, const uint16_t* a, const uint16_t* b, int64_t blocks) {
+  amx_clear();
+  amx_add(a, b, blocks);
   amx_store_sums(c, ldc);
 }
 
-// Row i of a left operand: n numbers, then zeros. Returns the sum of their squares.
-inline float amx_put_row(uint16_t* left, int64_t i, const uint16_t* row, int64_t n, int64_t blocks) {
+// Row i of a left operand: n numbers, then zeros. Returns their squares, W sums.
+INLINE V amx_put_row(uint16_t* left, int64_t i, const uint16_t* row, int64_t n, int64_t blocks) {
   V squares = V{};
   for (int64_t b = 0; b < blocks; ++b) {
     uint16_t* to = left + b * LEFT + i * DEPTH;
     const int64_t m = most<int64_t>(0, least(DEPTH, n - b * DEPTH));
     const uint16_t* from = row + b * DEPTH;
     if (m < DEPTH) {
-      memset(to, 0, DEPTH * 2);
-      if (m) memcpy(to, from, m * 2);
+      uint16_t padded[DEPTH] = {};
+      if (m) memcpy(padded, from, m * 2);
+      memcpy(to, padded, DEPTH * 2);
       from = to;
-    } else {
-      memcpy(to, from, DEPTH * 2);
     }
-    for (int64_t d = 0; d < DEPTH; d += W) squares += load_bf16(from + d) * load_bf16(from + d);
+    for (int64_t d = 0; d < DEPTH; d += 2 * W) {
+      const VB x = *(const VBU*)(from + d);  // W pairs
+      *(VBU*)(to + d) = x;
+      const V low = (V)(x << 16), high = (V)(x & 0xffff0000);
+      squares += low * low + high * high;
+    }
   }
-  return sum(squares);
+  return squares;
 }
 
 // Rows d and d + 1 (d even), columns j W to j W + W - 1 of a right operand.
@@ -146,10 +140,10 @@ inline void amx_transpose(const uint16_t* left, uint16_t* right, int64_t blocks)
         transpose((const float*)(left + b * LEFT + (n + j * W) * DEPTH), 16, (float*)(right + j * (RIGHT / 2)), W, W, 16);
 }
 
-// to = the transpose of a left operand [32, depth] as left operands [32, 32], one for each block.
-inline void amx_transpose_left(const uint16_t* left, uint16_t* to, int64_t blocks) {
+// to = the transpose of a left operand [32, depth] as left operands [32, 32], one for each block, `step` apart.
+inline void amx_transpose_left(const uint16_t* left, uint16_t* to, int64_t blocks, int64_t step) {
   uint32_t pairs[16][DEPTH];  // of rows that follow each other
-  for (int64_t b = 0; b < blocks; ++b, left += LEFT, to += LEFT) {
+  for (int64_t b = 0; b < blocks; ++b, left += LEFT, to += step) {
     for (int64_t i = 0; i < 16; ++i) {
       const uint16_t *low = left + 2 * i * DEPTH, *high = low + DEPTH;
       for (int64_t d = 0; d < DEPTH; ++d) pairs[i][d] = low[d] | (uint32_t)high[d] << 16;

@@ -25,8 +25,12 @@ constexpr int C = RLA_CHUNK;
 constexpr int SEGMENT = 128;  // backward starts from states saved every SEGMENT tokens
 constexpr int64_t SEGMENT_CHUNKS = SEGMENT / C;
 constexpr int CP = C / NR;    // panels of a chunk's tokens
+// Chunks that forward takes together. With AMX two: to bring a state up to date costs more than all products with it, so what the
+// first chunk leaves in it reaches the second by products of their tokens, and both are absorbed at once.
+constexpr int GROUP = AMX ? 2 : 1;
 static_assert(C % NR == 0 && SEGMENT % C == 0, "a chunk is made of whole panels, a segment of whole chunks");
 static_assert(!AMX || C == 32, "products on AMX tiles have 32 rows");
+static_assert(SEGMENT % (GROUP * C) == 0, "states are saved where they are up to date");
 
 constexpr float NORM_EPS = 1e-6f;
 constexpr int64_t PAST = 4 << 20;  // bytes of the output or the gradients above which they are written past the caches
@@ -177,7 +181,12 @@ struct Task {
 struct Chunk {
   int64_t t, c;  // first token, tokens
   float *q, *k, *qT, *kT;               // [C, ldk], transposed panels [CP][K][NR]
-  uint16_t *q16, *k16, *k16T, *k16L;    // with AMX instead, before the norm: left operands, k^T as a right and a left one
+  uint16_t *q16, *k16, *k16T, *k16L;    // with AMX instead, before the norm: left operands, k^T as a right and a left one, whose blocks
+                                        // are GROUP * LEFT apart, between those of the group's other chunks
+  const Chunk* before;                  // in the group, if there is one
+  float fade;                           // what it leaves of the state at the beginning of the group; 1 if there is none, or nothing is left
+  uint16_t *qx, *kx;                    // left operands: the products of q and k with its keys
+  float *sq, *sk;                       // iq and ik times fade
   float *qk, *kk;                       // and their products q k^T, k k^T [C, C]
   float *D, *A, *Ag, *Au, *Gp;          // [C, C]; Ag = go * A. A, Au, Gp may be those that forward keeps (Task::pairs)
   float *E, *Ep, *L;                    // exp(b), exp(b'), exp(b_C - b), zero beyond c
@@ -186,9 +195,12 @@ struct Chunk {
   float *iq, *ik;                       // 1 / norms
   float decay;                          // exp(b_C)
 
-  void carve(Arena& m, const Problem& p, bool backward) {
+  void carve(Arena& m, const Problem& p, bool backward, const Chunk* before_ = nullptr) {
+    before = before_;
     if (AMX) {
-      for (uint16_t** x : {&q16, &k16, &k16T, &k16L}) *x = m.halves(p.blocks * LEFT);
+      for (uint16_t** x : {&q16, &k16, &k16T}) *x = m.halves(p.blocks * LEFT);
+      for (uint16_t** x : {&qx, &kx}) *x = m.halves(before ? LEFT : 0);
+      k16L = before ? before->k16L + LEFT : m.halves(p.blocks * GROUP * LEFT);
       qk = m.floats(C * C);
       kk = m.floats(C * C);
     } else {
@@ -202,28 +214,29 @@ struct Chunk {
     Ag = p.fitted ? m.floats(C * C) : nullptr;
     Au = p.sum ? m.floats(C * C) : A;
     Gp = m.floats(C * C);
-    for (float** x : {&E, &Ep, &L, &alpha, &beta, &gamma, &go, &eu, &ab, &ag, &iq, &ik}) *x = m.floats(C);
+    for (float** x : {&E, &Ep, &L, &alpha, &beta, &gamma, &go, &eu, &ab, &ag, &iq, &ik, &sq, &sk}) *x = m.floats(C);
   }
 };
 
 // Memory for what is fetched in a chunk: rows of at most seven inputs and outputs, what forward keeps, and states.
 inline Fetch fetch_scratch(Arena& m, const Problem& p) {
-  const int64_t pieces = 7 * C + p.pairs + p.strips * p.kept + p.states();
+  const int64_t pieces = 7 * GROUP * C + p.pairs + p.strips * p.kept + p.states();
   return {(Fetch::Piece*)m.floats(pieces * (int64_t)sizeof(Fetch::Piece) / 4)};
 }
-// Rows of the chunk at t, far apart in memory, which the hardware does not foresee.
+// Rows of the chunk at t, or of more tokens from t on, far apart in memory, which the hardware does not foresee.
 inline void fetch_rows(Fetch& f, const Problem& p, const Task& task, const void* x, const int64_t* stride, int64_t head,
-                       int64_t width, int64_t t) {
-  for (int64_t i = t; i < least(t + C, task.length); ++i)
+                       int64_t width, int64_t t, int64_t tokens = C) {
+  for (int64_t i = t; i < least(t + tokens, task.length); ++i)
     f.add((const char*)x + task.row(stride, i, head) * p.bytes(), width * p.bytes());
 }
-// Inputs of the chunk at t, in `count` panels from `first` on.
-inline void fetch_inputs(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count) {
+// Inputs of those tokens, in `count` panels from `first` on.
+inline void fetch_inputs(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count,
+                         int64_t tokens = C) {
   const Args& a = p.a;
   const char* v = (const char*)a.v + first * NR * p.bytes();
-  fetch_rows(f, p, task, a.q, a.q_stride, task.kh, p.K, t);
-  fetch_rows(f, p, task, a.k, a.k_stride, task.kh, p.K, t);
-  fetch_rows(f, p, task, v, a.v_stride, task.h, p.columns(first, count), t);
+  fetch_rows(f, p, task, a.q, a.q_stride, task.kh, p.K, t, tokens);
+  fetch_rows(f, p, task, a.k, a.k_stride, task.kh, p.K, t, tokens);
+  fetch_rows(f, p, task, v, a.v_stride, task.h, p.columns(first, count), t, tokens);
 }
 // What forward keeps of the chunk at t.
 inline void fetch_kept(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count) {
@@ -232,20 +245,21 @@ inline void fetch_kept(Fetch& f, const Problem& p, const Task& task, int64_t t, 
   for (int64_t s = first; s < first + count; ++s)
     for (int64_t n = 0; n < p.kept; ++n) f.add(task.prediction(p, n, s, t), c * NR * 4);
 }
-// What forward will touch in the chunk at t, in `count` panels from `first` on.
+// What forward will touch in the chunks at t, in `count` panels from `first` on.
 inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count) {
   f.clear();
   if (t >= task.length) return;
   const int64_t o_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
-  fetch_inputs(f, p, task, t, first, count);
+  constexpr int64_t tokens = GROUP * C;
+  fetch_inputs(f, p, task, t, first, count, tokens);
   if (p.a.saved) fetch_kept(f, p, task, t, first, count);
-  if (!p.past) fetch_rows(f, p, task, (char*)p.a.o + first * NR * p.bytes(), o_stride, task.h, p.columns(first, count), t);
-  if (p.a.saved && task.saves(t + C))
+  if (!p.past) fetch_rows(f, p, task, (char*)p.a.o + first * NR * p.bytes(), o_stride, task.h, p.columns(first, count), t, tokens);
+  if (p.a.saved && task.saves(t + tokens))
     for (int64_t n = 0; n < p.states(); ++n)
-      f.add(task.saved(p, (t + C) / SEGMENT) + n * p.state + first * p.K * NR, count * p.K * NR * 4);
+      f.add(task.saved(p, (t + tokens) / SEGMENT) + n * p.state + first * p.K * NR, count * p.K * NR * 4);
   // next is called in renew and in strip_tile with AMX, else in products with a state and in absorb
   const int64_t products = 1 + (p.delta || p.residual) + p.fitted + (p.delta && p.fitted) + p.states();
-  f.spread(count * (AMX ? p.states() * p.blocks * DEPTH / 2 + C / MR : products * calls_of(C, p.K)));
+  f.spread(count * (AMX ? p.states() * p.blocks * DEPTH / 2 + tokens / MR : products * calls_of(C, p.K)));
 }
 // Backward fetches a chunk ahead as well; what was fetched a segment ahead is out of the cache again. While it computes the
 // states after the chunk at t: inputs of the next one.
@@ -312,11 +326,19 @@ inline void load_keys(const Problem& p, const Task& task, const Chunk& ch, const
 // The left operand of q or k and 1 / max(norm, eps); tokens beyond c are zero.
 inline void load_operand(const Problem& p, const Task& task, const Chunk& ch, const void* source, const int64_t* stride,
                          uint16_t* x, float* inverse) {
+  float squares[C];
+  for (int64_t i0 = 0; i0 < C; i0 += 4) {
+    V s[4];
+    unroll<4>([&](auto n) __attribute__((always_inline)) {
+      const int64_t i = i0 + n.value;
+      const uint16_t* row = (const uint16_t*)source + task.row(stride, ch.t + least(i, ch.c - 1), task.kh);
+      s[n.value] = amx_put_row(x, i, row, i < ch.c ? p.K : 0, p.blocks);
+    });
+    sum4(s[0], s[1], s[2], s[3], squares + i0);
+  }
   for (int64_t i = 0; i < C; ++i) {
-    const bool in = i < ch.c;
-    const uint16_t* row = in ? (const uint16_t*)source + task.row(stride, ch.t + i, task.kh) : nullptr;
-    const float squares = amx_put_row(x, i, row, in ? p.K : 0, p.blocks);
-    inverse[i] = !in ? 0 : p.a.qk_norm ? 1 / most(sqrtf(squares), NORM_EPS) : 1;
+    const float norm = sqrtf(squares[i]);
+    inverse[i] = i >= ch.c ? 0 : !p.a.qk_norm ? 1 : 1 / (norm < NORM_EPS ? NORM_EPS : norm);
   }
 }
 
@@ -325,12 +347,26 @@ inline void load_operands(const Problem& p, const Task& task, const Chunk& ch) {
   load_operand(p, task, ch, p.a.q, p.a.q_stride, ch.q16, ch.iq);
   load_operand(p, task, ch, p.a.k, p.a.k_stride, ch.k16, ch.ik);
   amx_transpose(ch.k16, ch.k16T, p.blocks);
-  amx_transpose_left(ch.k16, ch.k16L, p.blocks);
+  amx_transpose_left(ch.k16, ch.k16L, p.blocks, GROUP * LEFT);
   for (int64_t s = 0; s < CP; ++s) {
     const uint16_t* b = ch.k16T + s * p.blocks * RIGHT;
     amx_multiply(ch.qk + s * NR, C, ch.q16, b, p.blocks);
     if (p.delta || p.residual) amx_multiply(ch.kk + s * NR, C, ch.k16, b, p.blocks);
   }
+}
+
+// Below this share a state counts as gone after a chunk. Its reciprocal leaves room for large inputs.
+constexpr float GONE = 1e-15f;
+
+// What q and k give with the keys of the chunk before, as left operands.
+inline void load_products(const Problem& p, const Chunk& ch) {
+  alignas(64) float x[C * C];
+  auto times_keys = [&](const uint16_t* rows, uint16_t* to) {
+    for (int64_t s = 0; s < CP; ++s) amx_multiply(x + s * NR, C, rows, ch.before->k16T + s * p.blocks * RIGHT, p.blocks);
+    for (int64_t i = 0; i < C * C; i += W) store_bf16(to + i, load(x + i));
+  };
+  times_keys(ch.q16, ch.qx);
+  if (p.delta || p.residual) times_keys(ch.k16, ch.kx);
 }
 
 // to[CP][K][NR] = the transpose of x, tokens beyond c zero.
@@ -427,6 +463,9 @@ inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bo
   ch.decay = ch.E[ch.c - 1];
   if constexpr (AMX) {
     load_operands(p, task, ch);
+    if (ch.before) load_products(p, ch);
+    ch.fade = ch.before && ch.before->decay >= GONE ? ch.before->decay : 1;
+    for (int64_t i = 0; i < C; ++i) ch.sq[i] = ch.iq[i] * ch.fade, ch.sk[i] = ch.ik[i] * ch.fade;
   } else {
     load_keys(p, task, ch, p.a.q, p.a.q_stride, ch.q, ch.iq);
     load_keys(p, task, ch, p.a.k, p.a.k_stride, ch.k, ch.ik);

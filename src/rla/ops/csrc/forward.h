@@ -29,10 +29,12 @@ enum Pass { OUTPUT, STATES, ERRORS };
 
 // What a panel of columns of one chunk leaves behind, each [C][NR].
 struct Strip {
-  float *u, *w, *uL, *wL;  // uL = L * u
+  float *u, *w, *uL, *wL;  // uL = L * u; in forward for each chunk of a group
   float *x, *y, *e;        // of ERRORS
   float *pS = nullptr, *pR = nullptr;  // null in a forward that keeps nothing
-  float *rkS = nullptr, *rkR = nullptr, *qS = nullptr, *qR = nullptr;  // with AMX: k S ... q R without the norms of q and k
+  // with AMX: k S ... q R without the factors sk and sq, and right operands: what the chunk before in the group leaves behind
+  float *rkS = nullptr, *rkR = nullptr, *qS = nullptr, *qR = nullptr;
+  uint16_t *u16 = nullptr, *w16 = nullptr;
   Fetch* fetch;  // what the next chunk touches
   // pS and pR are those that forward keeps for backward, if it does.
   void keep(const Problem& p, const Task& task, const Chunk& ch, int64_t s) {
@@ -44,14 +46,14 @@ struct Strip {
 // The right operand behind a panel of a running state.
 inline uint16_t* operand_of(const Problem& p, float* S) { return (uint16_t*)(S + p.K * NR); }
 
-// x = rows of q or k times a panel of a state. With AMX `ready` holds the product without the norms.
+// x = rows of q or k times a panel of a state. With AMX `ready` holds the product up to the factors `scale`.
 template <int M>
 INLINE void times_state(Tile<M>& x, const Problem& p, const float* rows, const float* S, const float* ready,
-                        const float* inverse, Fetch& fetch) {
+                        const float* scale, Fetch& fetch) {
   if constexpr (AMX) {
     fetch.next();
     get(x, ready);
-    scale_rows(x, inverse);
+    scale_rows(x, scale);
   } else {
     clear(x);
     mul_rows(x, rows, p.ldk, S, p.K, fetch);
@@ -65,7 +67,7 @@ INLINE void predict(Tile<M>& x, const Problem& p, const Chunk& ch, const Tile<M>
                     const float* u, const float* S, const float* ready, float* kept, int64_t i0, Fetch& fetch) {
   if (PASS == ERRORS || (PASS == STATES && p.kept)) return get(x, kept + i0 * NR);
   const float *G = ch.Gp + i0 * C, *diagonal = G + i0;
-  times_state(x, p, ch.k + i0 * p.ldk, S, ready + i0 * NR, ch.ik + i0, fetch);
+  times_state(x, p, ch.k + i0 * p.ldk, S, ready + i0 * NR, ch.sk + i0, fetch);
   scale_rows(x, ch.Ep + i0);
   mul_rows(x, G, C, u, i0);
   if (p.delta) solve_lower<true>(x, v, diagonal, C, rate + i0, decayed_rate + i0);
@@ -108,10 +110,10 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Stri
   }
   if (PASS != OUTPUT) return;
   Tile<M> o;
-  times_state(o, p, q, S, st.qS + at, ch.iq + i0, *st.fetch);
+  times_state(o, p, q, S, st.qS + at, ch.sq + i0, *st.fetch);
   scale_rows(o, ch.eu + i0);
   if (p.fitted) {
-    times_state(x, p, q, R, st.qR + at, ch.iq + i0, *st.fetch);
+    times_state(x, p, q, R, st.qR + at, ch.sq + i0, *st.fetch);
     EACH(M, o.v[i][j] += splat(E[i] * ch.go[i0 + i]) * x.v[i][j]);
     mul_sum<2>(o, {ch.Au + i0 * C, ch.Ag + i0 * C}, C, 1, {st.u, st.w}, i0);
     mul_lower<0>(o, ch.Ag + i0 * C + i0, C, st.w + at);
@@ -144,34 +146,47 @@ template <class F> INLINE void renew(const Problem& p, float* S, int64_t n, Fetc
   const int64_t rows = least(DEPTH, p.K - n * DEPTH);
   uint16_t* to = operand_of(p, S) + n * RIGHT;
   S += n * DEPTH * NR;
-  auto row = [&](int64_t d, int j) __attribute__((always_inline)) {
-    if (d >= rows) return V{};
-    const V x = f(load(S + d * NR + j * W), d, j);
-    store(S + d * NR + j * W, x);
-    return x;
+  auto each_pair = [&](auto whole) __attribute__((always_inline)) {
+    auto row = [&](int64_t d, int j) __attribute__((always_inline)) {
+      if (!whole && d >= rows) return V{};
+      const V x = f(load(S + d * NR + j * W), d, j);
+      store(S + d * NR + j * W, x);
+      return x;
+    };
+    for (int64_t d = 0; d < DEPTH; d += 2) {
+      fetch.next();
+      for (int j = 0; j < NV; ++j) amx_put_pair(to, d, j, row(d, j), row(d + 1, j));
+    }
   };
-  for (int64_t d = 0; d < DEPTH; d += 2) {
-    fetch.next();
-    for (int j = 0; j < NV; ++j) amx_put_pair(to, d, j, row(d, j), row(d + 1, j));
-  }
+  if (rows == DEPTH) each_pair(Int<1>{});
+  else each_pair(Int<0>{});
 }
 inline void make_operand(const Problem& p, float* S) {
   Fetch none;
   for (int64_t n = 0; n < p.blocks; ++n) renew(p, S, n, none, [](V x, int64_t, int) { return x; });
 }
 
-// absorb on tiles, in place. u has rows up to c; the operand of k^T is without the norms.
-inline void absorb_tiles(const Problem& p, const Chunk& ch, float* S, const float* u, Fetch& fetch) {
-  alignas(64) uint16_t b[RIGHT];
-  alignas(64) float x[DEPTH * NR];
-  auto row = [&](int64_t i, int j) { return i < ch.c ? load(u + i * NR + j * W) * splat(ch.ik[i]) : V{}; };
+// What the tokens of a chunk leave in a state, times a factor, as a right operand; that of k^T is without the norms.
+inline void put_updates(uint16_t* to, const Chunk& ch, const float* uL, float factor) {
   for (int64_t i = 0; i < C; i += 2)
-    for (int j = 0; j < NV; ++j) amx_put_pair(b, i, j, row(i, j), row(i + 1, j));
-  const V decay = splat(ch.decay);
-  amx_right(b);
+    for (int j = 0; j < NV; ++j) {
+      auto row = [&](int64_t i) { return i < ch.c ? load(uL + i * NR + j * W) * splat(ch.ik[i] * factor) : V{}; };
+      amx_put_pair(to, i, j, row(i), row(i + 1));
+    }
+}
+
+// absorb on tiles, in place, for all chunks of a group. uL: of each.
+inline void absorb_tiles(const Problem& p, const Chunk* group, int count, float* S, const float* uL, Fetch& fetch) {
+  alignas(64) uint16_t b[GROUP * RIGHT];
+  alignas(64) float x[DEPTH * NR];
+  float decay = 1;
+  for (int i = count - 1; i >= 0; --i) {
+    put_updates(b + i * RIGHT, group[i], uL + i * C * NR, decay);
+    decay *= group[i].decay;
+  }
   for (int64_t n = 0; n < p.blocks; ++n) {
-    amx_times_right(x, NR, ch.k16L + n * LEFT);
-    renew(p, S, n, fetch, [&](V s, int64_t d, int j) { return decay * s + load(x + d * NR + j * W); });
+    amx_multiply(x, NR, group->k16L + n * GROUP * LEFT, b, count);
+    renew(p, S, n, fetch, [&](V s, int64_t d, int j) { return splat(decay) * s + load(x + d * NR + j * W); });
   }
 }
 
@@ -187,30 +202,46 @@ inline void strip_tiles(const Problem& p, const Task& task, const Chunk& ch, Str
   }
 }
 
-// One chunk of panel s forward; the states' panels S and R are updated, in place but for those that are saved for backward:
+// Panel s of a group of chunks forward; the states' panels S and R are updated, in place but for those that are saved for backward:
 // the chunk before a segment leaves them where they are saved, and the next one finds them there.
-inline void forward_strip(const Problem& p, const Task& task, const Chunk& ch, Strip& st, float* S, float* R, int64_t s) {
-  if (p.a.saved) st.keep(p, task, ch, s);
+inline void forward_strip(const Problem& p, const Task& task, const Chunk* group, int count, Strip& st, float* S, float* R,
+                          int64_t s) {
+  if (p.a.saved) st.keep(p, task, *group, s);
   auto saved = [&](int64_t t) { return p.a.saved && task.saves(t) ? task.saved(p, t / SEGMENT) + s * p.K * NR : nullptr; };
+  const float* from = saved(group->t);
   if constexpr (AMX) {
-    if (float* to = saved(ch.t)) {
-      memcpy(to, S, p.K * NR * 4);
-      if (p.fitted) memcpy(to + p.state, R, p.K * NR * 4);
+    if (from) {
+      memcpy((float*)from, S, p.K * NR * 4);
+      if (p.fitted) memcpy((float*)from + p.state, R, p.K * NR * 4);
     }
-    const uint16_t *bS = operand_of(p, S), *bR = operand_of(p, R);
-    amx_multiply(st.qS, NR, ch.q16, bS, p.blocks);
-    if (p.delta || p.residual) amx_multiply(st.rkS, NR, ch.k16, bS, p.blocks);
-    if (p.fitted) amx_multiply(st.qR, NR, ch.q16, bR, p.blocks);
-    if (p.fitted && p.delta) amx_multiply(st.rkR, NR, ch.k16, bR, p.blocks);
-    strip_tiles<OUTPUT>(p, task, ch, st, S, R, s);
-    absorb_tiles(p, ch, S, st.uL, *st.fetch);
-    if (p.fitted) absorb_tiles(p, ch, R, st.wL, *st.fetch);
+    for (int i = 0; i < count; ++i) {
+      const Chunk& ch = group[i];
+      const bool gone = i && group[i - 1].decay < GONE;
+      auto times = [&](float* to, const uint16_t* rows, float* state, const uint16_t* products, const uint16_t* updates) {
+        amx_clear();
+        if (!gone) amx_add(rows, operand_of(p, state), p.blocks);
+        if (i) amx_add(products, updates, 1);
+        amx_store_sums(to, NR);
+      };
+      times(st.qS, ch.q16, S, ch.qx, st.u16);
+      if (p.delta || p.residual) times(st.rkS, ch.k16, S, ch.kx, st.u16);
+      if (p.fitted) times(st.qR, ch.q16, R, ch.qx, st.w16);
+      if (p.fitted && p.delta) times(st.rkR, ch.k16, R, ch.kx, st.w16);
+      Strip own = st;
+      own.uL += i * C * NR, own.wL += i * C * NR;
+      strip_tiles<OUTPUT>(p, task, ch, own, S, R, s);
+      if (i + 1 == count) break;
+      put_updates(st.u16, ch, own.uL, 1 / group[i + 1].fade);
+      if (p.fitted) put_updates(st.w16, ch, own.wL, 1 / group[i + 1].fade);
+    }
+    absorb_tiles(p, group, count, S, st.uL, *st.fetch);
+    if (p.fitted) absorb_tiles(p, group, count, R, st.wL, *st.fetch);
   } else {
-    const float *from = saved(ch.t), *S_in = from ? from : S, *R_in = from ? from + p.state : R;
-    float *to = saved(ch.t + C), *S_out = to ? to : S, *R_out = to ? to + p.state : R;
-    strip_tiles<OUTPUT>(p, task, ch, st, S_in, R_in, s);
-    absorb(p, ch, S_in, S_out, st.uL, *st.fetch);
-    if (p.fitted) absorb(p, ch, R_in, R_out, st.wL, *st.fetch);
+    const float *S_in = from ? from : S, *R_in = from ? from + p.state : R;
+    float *to = saved(group->t + C), *S_out = to ? to : S, *R_out = to ? to + p.state : R;
+    strip_tiles<OUTPUT>(p, task, *group, st, S_in, R_in, s);
+    absorb(p, *group, S_in, S_out, st.uL, *st.fetch);
+    if (p.fitted) absorb(p, *group, R_in, R_out, st.wL, *st.fetch);
   }
 }
 
@@ -222,9 +253,12 @@ inline void start_state(const Problem& p, const float* x, float* S, int64_t s) {
 
 inline Strip forward_scratch(Arena& m) {
   Strip st = {};
-  for (float** x : {&st.u, &st.w, &st.uL, &st.wL}) *x = m.floats(C * NR);
-  if (AMX)
+  for (float** x : {&st.u, &st.w}) *x = m.floats(C * NR);
+  for (float** x : {&st.uL, &st.wL}) *x = m.floats(GROUP * C * NR);
+  if (AMX) {
     for (float** x : {&st.rkS, &st.qS, &st.rkR, &st.qR}) *x = m.floats(C * NR);
+    for (uint16_t** x : {&st.u16, &st.w16}) *x = m.halves(RIGHT);
+  }
   return st;
 }
 
@@ -235,16 +269,16 @@ inline float* state_of(const Problem& p, float* x, const Task& task) {
   return x ? x + (task.n * p.a.HV + task.h) * p.K * p.V : nullptr;
 }
 
-// `heads` heads of one sequence from h on, `count` panels from `first` on, a chunk of each head in turn.
+// `heads` heads of one sequence from h on, `count` panels from `first` on, a group of chunks of each head in turn.
 inline void forward_task(const Problem& p, int64_t n, int64_t h, int64_t heads, int64_t first, int64_t count) {
   Arena m;
-  Chunk ch;
+  Chunk group[GROUP];
   Strip st;
   Fetch fetch;
   float *S, *R;
   for (int pass = 0; pass < 2; ++pass) {
     if (pass) m = Arena{scratch_own.get(m.used), 0};
-    ch.carve(m, p, false);
+    for (int i = 0; i < GROUP; ++i) group[i].carve(m, p, false, i ? group + i - 1 : nullptr);
     st = forward_scratch(m);
     fetch = fetch_scratch(m, p);
     S = m.floats(heads * count * p.panel);
@@ -262,12 +296,13 @@ inline void forward_task(const Problem& p, int64_t n, int64_t h, int64_t heads, 
     });
   }
   const int64_t length = Task(p, n, h).length;
-  for (int64_t t = 0; t < length; t += C) {
+  for (int64_t t = 0; t < length; t += GROUP * C) {
+    const int chunks = t + C < length ? GROUP : 1;
     for (int64_t g = 0; g < heads; ++g) {
       const Task task(p, n, h + g), next(p, n, h + (g + 1) % heads);
-      prepare(p, task, ch, t, false, p.a.saved && first == 0);
-      fetch_forward(fetch, p, next, g + 1 < heads ? t : t + C, first, count);
-      each_panel(g, [&](float* S, float* R, int64_t s) { forward_strip(p, task, ch, st, S, R, s); });
+      for (int i = 0; i < chunks; ++i) prepare(p, task, group[i], t + i * C, false, p.a.saved && first == 0);
+      fetch_forward(fetch, p, next, g + 1 < heads ? t : t + GROUP * C, first, count);
+      each_panel(g, [&](float* S, float* R, int64_t s) { forward_strip(p, task, group, chunks, st, S, R, s); });
     }
   }
   for (int64_t g = 0; g < heads; ++g) {
