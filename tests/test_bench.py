@@ -67,6 +67,14 @@ def test_kernels_writes_table_ratios_csv_and_figure(tmp_path, capsys):
     assert torch.get_num_threads() == threads
 
 
+def test_half_precision_beside_float32(tmp_path, capsys):
+    assert run_kernels(tmp_path, peers=("float32",), dtype="float16", passes=("forward",)) == 0
+    assert "chunked rla forward: times as fast as in float32" in capsys.readouterr().out
+    rows = rows_of(tmp_path / "kernels.csv")
+    assert [(row["by"], row["dtype"]) for row in rows[:4]] == [("chunked", "float16")] * 2 + [("float32", "float32")] * 2
+    assert {row["tensor_bytes"] for row in rows if row["T"] == "32"} == {str(8 * 32 * 2 * 16 * size) for size in (2, 4)}
+
+
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is measured on Linux only")
 def test_peak_memory_is_that_of_the_tensors(tmp_path, capsys):
     assert run_kernels(tmp_path, methods=("rla",), lengths=(2048,), dim=64, memory=True) == 0

@@ -22,6 +22,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "transformers": {"linestyle": "-.", "marker": "^"},
     "onnxruntime": {"linestyle": ":", "marker": "D"},
     "sdpa": {"linestyle": "-", "marker": "v"},
+    "float32": {"linestyle": "--", "marker": "s"},
 }
 
 

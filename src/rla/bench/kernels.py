@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -19,11 +19,12 @@ from rich.table import Table
 from ..method import get_method
 from ..ops import backends as known_backends
 from . import figure, ratios, style
+from . import peers as others
 from .measure import Quantiles, Sgemm, environment, memory_kept, time_in_rounds, write_csv
 from .memory import peaks
-from .peers import PEERS, Peer, prepare
+from .peers import Peer, prepare
 from .ratios import PASSES, Cell, Results
-from .workload import AUTOGRAD, Contender, Device, Dtype, Pass, Unavailable, Workload
+from .workload import AUTOGRAD, FLOAT32, Contender, Device, Dtype, Pass, Unavailable, Workload
 
 COUNTED = (
     "GFLOPS: multiply-adds of the chunked form, triangular products counted whole, so that a kernel which skips their empty "
@@ -62,7 +63,8 @@ def main(
         backends: names in rla.backends(). Default: the usable ones, reference excepted.
         lengths: tokens in a sequence.
         passes: forward alone, and both forward and backward.
-        peers: who else to time; a peer that can't run here is left out with a note.
+        peers: who else to time; a peer that can't run here is left out with a note. float32: our methods on float32 inputs,
+            beside those of --dtype.
         batch: sequences.
         heads: heads.
         dim: K and V.
@@ -90,7 +92,9 @@ def main(
         return 2
     before = torch.get_num_threads()
     torch.set_num_threads(workload.threads)
-    bench = _Bench(workload, [*ours, *(PEERS[p] for p in peers)], sorted(set(lengths)), [p for p in PASSES if p in passes])
+    bench = _Bench(
+        workload, [*ours, *others.contenders(peers, methods)], sorted(set(lengths)), [p for p in PASSES if p in passes]
+    )
     bench.notes.update(dict.fromkeys(left_out(backends)))
     try:
         with make_progress(console) as progress:
@@ -260,9 +264,10 @@ class _Bench:
         return table
 
     def write(self, out: Path) -> None:
-        r, w, rows = self.results, self.workload, []
-        same = environment(w.device, w.threads)
+        r, rows = self.results, []
+        same = environment(self.workload.device, self.workload.threads)
         for cell, time in r.times.items():
+            w = self.workload if cell.contender.by != FLOAT32 else replace(self.workload, dtype="float32")
             rows.append(
                 {
                     "method": cell.contender.method,

@@ -1,17 +1,19 @@
-"""What others offer: causal softmax attention, and two implementations of GDN that run on CPUs.
+"""What others offer: causal softmax attention, and two implementations of GDN that run on CPUs; and ours on float32 inputs.
 
     sdpa            torch.nn.functional.scaled_dot_product_attention, causal
     transformers    torch_chunk_gated_delta_rule of Transformers' Qwen3-Next, PyTorch
     onnxruntime     the operator com.microsoft.LinearAttention of ONNX Runtime, C++, forward only
+    float32         each of the methods on float32 inputs, beside those of half precision, by the backend that attend chooses
 
 A peer is given its inputs in the layout it wants before the clock starts. The two of GDN are checked against our gdn first.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,10 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..doctor import bf16_probe
+from ..method import get_method
 from ..ops import attend
-from .workload import Contender, Pass, Tokens, Unavailable, Workload, attend_pass, differentiated
+from ..ops.backends import choose
+from .workload import FLOAT32, Contender, Pass, Tokens, Unavailable, Workload, attend_pass, differentiated
 
-Peer = Literal["sdpa", "transformers", "onnxruntime"]
+Peer = Literal["sdpa", "transformers", "onnxruntime", "float32"]
 PEERS = {
     "sdpa": Contender("softmax", "sdpa"),
     "transformers": Contender("gdn", "transformers"),
@@ -30,6 +34,10 @@ PEERS = {
 }
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}  # RMSE ratio between a peer's gdn and ours
 CHECKED_TOKENS = 130  # two chunks and a part
+
+
+def contenders(peers: Sequence[Peer], methods: Sequence[str]) -> list[Contender]:
+    return [c for p in peers for c in ([Contender(m, FLOAT32) for m in methods] if p == FLOAT32 else [PEERS[p]])]
 
 
 def prepare(contender: Contender, workload: Workload, tokens: Tokens, which: Pass) -> Callable[[], object]:
@@ -44,6 +52,10 @@ def prepare(contender: Contender, workload: Workload, tokens: Tokens, which: Pas
             raise Unavailable("forward only")
         _check_agreement("onnxruntime", workload)
         return _onnxruntime(workload, tokens)[0]
+    if contender.by == FLOAT32:
+        wide = Tokens(*(getattr(tokens, field.name).float() for field in dataclasses.fields(tokens)))
+        backend = choose(None, wide.q, wide.v, get_method(contender.method))
+        return attend_pass(Contender(contender.method, backend), wide, which)
     return attend_pass(contender, tokens, which)
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from .measure import Quantiles
 from .peers import PEERS
-from .workload import AUTOGRAD, Contender, Pass, Workload, multiply_adds
+from .workload import AUTOGRAD, FLOAT32, Contender, Pass, Workload, multiply_adds
 
 PASSES: dict[Pass, str] = {"forward": "forward", "both": "forward+backward"}
 PAIRS = (("rla", "sgla"), ("rdn", "gdn"))  # with and without the residual
@@ -80,7 +80,7 @@ def _rows(
     def over(x: Contender, y: Contender, which: Pass) -> dict[int, float | None]:
         return {T: _quotient(time(x, T, which), time(y, T, which)) for T in lengths}
 
-    ours = [c for c in contenders if c.by not in PEERS]
+    ours = _ours(contenders)
     for c in ours:
         for which, words in PASSES.items():
             if c.by != "chunked":
@@ -93,6 +93,7 @@ def _rows(
                     for peer in theirs:
                         yield f"{c.by} {c.method} {words}: times as fast as gdn of {peer.by}", over(peer, c, which)
             yield f"{c.by} {c.method} {words}: times as fast as sdpa", over(PEERS["sdpa"], c, which)
+            yield f"{c.by} {c.method} {words}: times as fast as in float32", over(Contender(c.method, FLOAT32), c, which)
     for by in dict.fromkeys(c.by for c in ours):
         for which, words in PASSES.items():
             for with_residual, without in PAIRS:
@@ -118,13 +119,17 @@ def _memory_rows(
     def peak(contender: Contender, T: int) -> int | None:
         return results.peaks.get(Cell(contender, T, "both"))
 
-    for c in (c for c in contenders if c.by not in PEERS):
+    for c in _ours(contenders):
         shares = {T: _quotient(peak(c, T), results.workload.tensor_bytes(T)) for T in lengths}
         yield f"{c.by} {c.method}: allocated in forward+backward over bytes of q, k, v, o, gradients", shares
         if c.method == "rla":
             plain = Contender("rla", AUTOGRAD)
             compared = {T: _quotient(peak(c, T), peak(plain, T)) for T in lengths}
             yield f"{c.by} {c.method}: peak of forward+backward over that of autograd through chunked", compared
+
+
+def _ours(contenders: Sequence[Contender]) -> list[Contender]:
+    return [c for c in contenders if c.by not in PEERS and c.by != FLOAT32]
 
 
 def _quotient(x: float | None, y: float | None) -> float | None:

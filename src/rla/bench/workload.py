@@ -29,6 +29,7 @@ Device = Literal["cpu", "cuda"]
 Inputs = Sequence[Tensor | None]
 
 CHUNK = 64
+FLOAT32 = "float32"  # a method on float32 inputs, in a run of another dtype
 AUTOGRAD = "chunked-autograd"  # the chunked forward differentiated by autograd, to compare peak memory with
 
 
@@ -39,7 +40,7 @@ class Unavailable(Exception):
 @dataclass(frozen=True)
 class Contender:
     method: str  # a name in METHODS, or "softmax"
-    by: str  # backend or peer that computes it
+    by: str  # backend or peer that computes it, or FLOAT32
 
     def __str__(self) -> str:
         return f"{self.method} {self.by}"
