@@ -52,6 +52,12 @@ def test_outputs_larger_than_the_caches_and_heads_taken_together(name, case):
 
 
 @built
+@pytest.mark.parametrize("name", ("sgla", "rdn"))
+def test_outputs_of_half_precision_larger_than_the_caches(name):
+    assert_agrees(ALL[name], Case(B=40, T=70, H=12, K=16, V=64), "native", torch.bfloat16)
+
+
+@built
 @pytest.mark.parametrize("isa", ("portable", "avx2", "avx512"))
 def test_instruction_sets(isa):
     """Each instruction set this machine has, forced in a child process, passes a part of the agreement tests."""

@@ -133,8 +133,9 @@ struct Problem {
     pairs = dtype != F32 ? 0 : 1 + sum + (delta || residual);
     blocks = (K + DEPTH - 1) / DEPTH;
     panel = K * NR + (AMX ? blocks * RIGHT / 2 : 0);
-    const bool aligned = ((size_t)a.o | (size_t)a.dq | (size_t)a.dk | (size_t)a.dv) % (4 * W) == 0 && K % W == 0 && V % W == 0;
-    past = dtype == F32 && aligned && tokens() * ((a.dq ? 2 * a.H * K : 0) + a.HV * V) * 4 > PAST;
+    const bool aligned = ((size_t)a.o | (size_t)a.dq | (size_t)a.dk | (size_t)a.dv) % (4 * W) == 0;
+    const bool whole = dtype == F32 ? K % W == 0 && V % W == 0 : AMX && V % NR == 0;  // of half precision the output alone
+    past = whole && aligned && tokens() * ((a.dq ? 2 * a.H * K : 0) + a.HV * V) * bytes() > PAST;
   }
   int64_t states() const { return fitted ? 2 : 1; }
   int64_t tokens() const { return a.B * a.T; }

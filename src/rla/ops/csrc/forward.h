@@ -9,7 +9,12 @@
 //     S <- exp(b_C) S + k^T (L * u)          R <- exp(b_C) R + k^T (L * w)
 //
 // With AMX the products with a state and those of the last line run on tiles, with S, R, L u and L w rounded to bfloat16; q and
-// k are exact, since their norms are applied afterwards. The triangular products stay in float32.
+// k are exact, since their norms are applied afterwards. The triangular products stay in float32. Two chunks share a state: where
+// the second asks for q S it gets
+//
+//     fade * (q S + (q k'^T) (L' u' / fade))     k', L', u' and fade, the decay, of the first chunk
+//
+// and the last line absorbs both at once.
 #pragma once
 #include "chunk.h"
 

@@ -159,6 +159,10 @@ INLINE V load_bf16(const uint16_t* p) {
 
 #if defined(__AVX512BF16__)
 INLINE void store_bf16(uint16_t* p, V x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
+// 2 W numbers past the caches; p is a multiple of 64 bytes.
+INLINE void stream_bf16(uint16_t* p, V first, V second) {
+  _mm512_stream_si512((__m512i*)p, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+}
 // p[2 i] = low_i, p[2 i + 1] = high_i
 INLINE void store_pair(uint16_t* p, V low, V high) {
   const VB lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, order = lane | (lane + 16) << 16;
@@ -170,6 +174,10 @@ INLINE VB round_bf16(V x) {
   return (VB)select(x == x, (V)(b + 0x7fff + ((b >> 16) & 1)), (V)(VB{} + 0x7fc00000)) >> 16;
 }
 INLINE void store_bf16(uint16_t* p, V x) { *(HU*)p = __builtin_convertvector(round_bf16(x), HU); }
+INLINE void stream_bf16(uint16_t* p, V first, V second) {
+  store_bf16(p, first);
+  store_bf16(p + W, second);
+}
 INLINE void store_pair(uint16_t* p, V low, V high) { *(VBU*)p = round_bf16(low) | round_bf16(high) << 16; }
 #endif
 

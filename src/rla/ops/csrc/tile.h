@@ -232,7 +232,8 @@ INLINE void put_output(const Tile<M>& c, int dtype, void* p, int64_t at, int64_t
     else EACH(M, store(x + i * stride + j * W, c.v[i][j]));
   } else if (dtype == BF16 && columns >= NR) {
     uint16_t* x = (uint16_t*)p + at;
-    EACH(M, store_bf16(x + i * stride + j * W, c.v[i][j]));
+    if (past) unroll<M>([&](auto i) __attribute__((always_inline)) { stream_bf16(x + i * stride, c.v[i][0], c.v[i][1]); });
+    else EACH(M, store_bf16(x + i * stride + j * W, c.v[i][j]));
   } else {
     float row[M][NR];
     EACH(M, store(row[i] + j * W, c.v[i][j]));
