@@ -120,8 +120,7 @@ def time_in_rounds(
         for key, call in list(pending.items()):
             own, spent = samples.setdefault(key, []), 0.0
             time.sleep(SETTLE)
-            if own and own[-1] < seconds / ROUNDS:
-                call()  # a short call would be timed with the cold caches that the others left
+            call()  # the first would be timed with the cold caches that the others left
             while spent == 0.0 or spent + own[-1] < seconds / ROUNDS:
                 own.append(time_once(call))
                 spent += own[-1]
