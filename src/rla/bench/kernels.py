@@ -19,10 +19,9 @@ from rich.table import Table
 from ..method import get_method
 from ..ops import backends as known_backends
 from . import figure, ratios, style
-from . import peers as others
 from .measure import Quantiles, Sgemm, environment, memory_kept, time_in_rounds, write_csv
 from .memory import peaks
-from .peers import Peer, prepare
+from .peers import Peer, peer_contenders, prepare
 from .ratios import PASSES, Cell, Results
 from .workload import AUTOGRAD, FLOAT32, Contender, Device, Dtype, Pass, Unavailable, Workload
 
@@ -92,9 +91,8 @@ def main(
         return 2
     before = torch.get_num_threads()
     torch.set_num_threads(workload.threads)
-    bench = _Bench(
-        workload, [*ours, *others.contenders(peers, methods)], sorted(set(lengths)), [p for p in PASSES if p in passes]
-    )
+    every = [*ours, *peer_contenders(peers, methods)]
+    bench = _Bench(workload, every, sorted(set(lengths)), [p for p in PASSES if p in passes])
     bench.notes.update(dict.fromkeys(left_out(backends)))
     try:
         with make_progress(console) as progress:

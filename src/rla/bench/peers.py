@@ -36,7 +36,8 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}  # RMSE ratio b
 CHECKED_TOKENS = 130  # two chunks and a part
 
 
-def contenders(peers: Sequence[Peer], methods: Sequence[str]) -> list[Contender]:
+def peer_contenders(peers: Sequence[Peer], methods: Sequence[str]) -> list[Contender]:
+    """Those of the peers; of float32 one for each method."""
     return [c for p in peers for c in ([Contender(m, FLOAT32) for m in methods] if p == FLOAT32 else [PEERS[p]])]
 
 

@@ -20,12 +20,12 @@ struct Finish {
   float *dqk, *dkk, *dqkT;  // [CP][C][NR]
   float *columns;           // [C]
   float *qdq, *kdk;         // [C]: rs(q * dq), rs(k * dk)
-  float *row;               // [C, ldk]
+  float *row;               // [NR, ldk]
 
   void carve(Arena& m, const Problem& p) {
     for (float** x : {&dqk, &dkk, &dqkT}) *x = m.floats(C * C);
     for (float** x : {&columns, &qdq, &kdk}) *x = m.floats(C);
-    row = m.floats(C * p.ldk);
+    row = m.floats(NR * p.ldk);
   }
 };
 

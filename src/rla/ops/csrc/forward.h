@@ -213,11 +213,11 @@ inline void forward_strip(const Problem& p, const Task& task, const Chunk* group
                           int64_t s) {
   if (p.a.saved) st.keep(p, task, *group, s);
   auto saved = [&](int64_t t) { return p.a.saved && task.saves(t) ? task.saved(p, t / SEGMENT) + s * p.K * NR : nullptr; };
-  const float* from = saved(group->t);
+  float* const from = saved(group->t);
   if constexpr (AMX) {
     if (from) {
-      memcpy((float*)from, S, p.K * NR * 4);
-      if (p.fitted) memcpy((float*)from + p.state, R, p.K * NR * 4);
+      memcpy(from, S, p.K * NR * 4);
+      if (p.fitted) memcpy(from + p.state, R, p.K * NR * 4);
     }
     for (int i = 0; i < count; ++i) {
       const Chunk& ch = group[i];
