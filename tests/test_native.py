@@ -117,11 +117,11 @@ def test_refusals_name_what_came():
 
 @built
 def test_memory_of_forward_and_backward():
-    """Saved for backward: at most 0.57 of q, k, v, o and their gradients, for any method; o and gradients are another half."""
+    """Saved for backward: at most 0.82 of q, k, v, o and their gradients, for any method; o and gradients are another half."""
     q = torch.empty(1, 4096, 16, 128, device="meta")
     for name in ("sgla", "rdn"):
         saved = 4 * torch.Size(native.saved_shape(q, q, 1, ALL[name])).numel()
-        assert 0 < saved <= 0.57 * 8 * 4 * q.numel()
+        assert 0 < saved <= 0.82 * 8 * 4 * q.numel()
 
 
 @pytest.mark.parametrize(("change", "says"), [("stale", "built from other sources"), ("absent", "not built")])

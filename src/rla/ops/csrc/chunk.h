@@ -22,7 +22,7 @@ namespace RLA_ISA {
 #define RLA_CHUNK 32
 #endif
 constexpr int C = RLA_CHUNK;
-constexpr int SEGMENT = 128;  // backward starts from states saved every SEGMENT tokens
+constexpr int SEGMENT = 64;  // backward starts from states saved every SEGMENT tokens
 constexpr int64_t SEGMENT_CHUNKS = SEGMENT / C;
 constexpr int CP = C / NR;    // panels of a chunk's tokens
 // Chunks that forward takes together. With AMX two: to bring a state up to date costs more than all products with it, so what the
@@ -219,9 +219,11 @@ struct Chunk {
   }
 };
 
-// Memory for what is fetched in a chunk: rows of at most seven inputs and outputs, what forward keeps, and states.
+// Memory for what is fetched in a chunk: rows of four inputs and outputs, and for each chunk ahead of three inputs and what forward
+// keeps; states.
 inline Fetch fetch_scratch(Arena& m, const Problem& p) {
-  const int64_t pieces = 7 * GROUP * C + p.pairs + p.strips * p.kept + p.states();
+  const int64_t ahead = most<int64_t>(GROUP, SEGMENT_CHUNKS);
+  const int64_t pieces = 4 * GROUP * C + ahead * (3 * C + p.pairs + p.strips * p.kept) + p.states();
   return {(Fetch::Piece*)m.floats(pieces * (int64_t)sizeof(Fetch::Piece) / 4)};
 }
 // Rows of the chunk at t, or of more tokens from t on, far apart in memory, which the hardware does not foresee.
@@ -262,19 +264,11 @@ inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t 
   const int64_t products = 1 + (p.delta || p.residual) + p.fitted + (p.delta && p.fitted) + p.states();
   f.spread(count * (AMX ? p.states() * p.blocks * DEPTH / 2 + tokens / MR : products * calls_of(C, p.K)));
 }
-// Backward fetches a chunk ahead as well; what was fetched a segment ahead is out of the cache again. While it computes the
-// states after the chunk at t: inputs of the next one.
-inline void fetch_recompute(Fetch& f, const Problem& p, const Task& task, int64_t t) {
-  f.clear();
-  if (t + C < task.length) {
-    fetch_inputs(f, p, task, t + C, 0, p.strips);
-    fetch_kept(f, p, task, t + C, 0, p.strips);
-  }
-  f.spread(p.states() * p.strips * calls_of(C, p.K));
-}
-// While it sweeps the chunk at t: rows of dq and dk that it is about to write, unless past the caches; what the chunk before
-// reads and writes first; and at the end of a segment inputs of the next one, which begins at next_t of `next`.
-inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int64_t t, const Task& next, int64_t next_t) {
+// Backward fetches a segment ahead, while it sweeps chunk i of `count`: what chunk i of the next segment, which begins at next_t of
+// `next`, reads, and of the states that are saved for that segment a part. While it computes states it fetches nothing: so many
+// lines in so little time would wait for each other, and the products for them. Besides, rows of dq and dk that it is about to
+// write, unless past the caches, and what the chunk before at t - C reads and writes first.
+inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int i, int count, int64_t t, const Task& next, int64_t next_t) {
   const int64_t stride[3] = {p.a.T * p.a.H * p.K, p.a.H * p.K, p.K};
   const int64_t v_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
   f.clear();
@@ -282,9 +276,14 @@ inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int64_t t,
   if (!p.past) fetch_rows(f, p, task, p.a.dk, stride, task.kh, p.K, t);
   if (t) fetch_rows(f, p, task, p.a.dout, p.a.dout_stride, task.h, p.V, t - C);
   if (t && !p.past) fetch_rows(f, p, task, p.a.dv, v_stride, task.h, p.V, t - C);
-  if (t % SEGMENT == 0 && next_t >= 0) {
-    fetch_inputs(f, p, next, next_t, 0, p.strips);
-    fetch_kept(f, p, next, next_t, 0, p.strips);
+  if (next_t >= 0) {
+    const int64_t end = least(next.length, i + 1 == count ? next_t + SEGMENT : next_t + (i + 1) * C);
+    for (int64_t at = next_t + i * C; at < end; at += C) {
+      fetch_inputs(f, p, next, at, 0, p.strips);
+      fetch_kept(f, p, next, at, 0, p.strips);
+    }
+    const int64_t size = p.states() * p.state / NR / count * NR;
+    if (next_t) f.add(next.saved(p, next_t / SEGMENT) + i * size, size * 4);
   }
   // with each state k dS, S do^T, dS u^T; S dkS^T
   const int64_t products = 3 * p.states() + (p.delta || p.residual) + (p.delta && p.fitted);

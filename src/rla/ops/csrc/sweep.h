@@ -318,9 +318,9 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
     S[0] = task.saved(p, segment) + first * size;
     R[0] = S[0] + p.state;
   }
+  w.fetch->clear();
   for (int i = 0; i < count; ++i) {
     begin(i);
-    fetch_recompute(*w.fetch, p, task, chunks[i].t);
     if (i + 1 == count && (p.kept || !predicts)) break;  // nothing is absorbed or predicted
     for (int64_t s = 0; s < strips; ++s) {
       Strip st = w.strip(p, task, chunks[i], i, first, s);
@@ -334,7 +334,7 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
     const Chunk& ch = chunks[i];
     const Part& part = parts[i];
     memset(w.sums, 0, SUMS * C * W * 4);
-    fetch_sweep(*w.fetch, p, task, ch.t, next, next_t);
+    fetch_sweep(*w.fetch, p, task, i, count, ch.t, next, next_t);
     for (int64_t s = 0; s < strips; ++s)
       sweep_strip(p, task, ch, w, w.strip(p, task, ch, i, first, s), dS + s * size, dR + s * size, s, strips, first + s);
     float* const sums[SUMS] = {part.beta, part.gamma, part.delta, part.error, part.r};
