@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ..method import Method
+from . import memory
 
 MAX_SIZE = 256  # of K and V
 _HERE = Path(__file__).parent
@@ -237,16 +238,16 @@ def forward(
     S0, R0 = _by_columns(S0), _by_columns(R0)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
     B, T, HV, V = v.shape
-    o = q.new_empty(B, T, HV, V)
+    o = memory.empty((B, T, HV, V), dtype)
     S = empty_state(q, v, N)
     R = empty_state(q, v, N) if method.has_R else S.new_empty(0)
-    saved = S.new_empty(saved_shape(q, v, N, method) if save else 0)
+    saved = memory.empty(saved_shape(q, v, N, method) if save else (0,), _FLOAT)
     pointers = (
         o.data_ptr(), 0, 0, 0, *map(_pointer, (log_alpha, beta, gamma, S0, R0)), 0, 0,
         S.data_ptr(), R.data_ptr(), saved.data_ptr(), 0, 0, 0, 0, 0, _pointer(cu_seqlens),
     )  # fmt: skip
     _call("forward", method, q, k, v, N, None, pointers)
-    return o.to(dtype), S, R, saved
+    return o, S, R, saved
 
 
 def backward(
@@ -273,7 +274,7 @@ def backward(
     log_alpha, beta, gamma = map(_float, (log_alpha, beta, gamma))
     S0, R0, dS, dR = map(_by_columns, (S0, R0, dS, dR))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = (memory.empty(x.shape, x.dtype) for x in (q, k, v))
     da, db, dg = (None if x is None else torch.empty_like(x) for x in (log_alpha, beta, gamma))
     dS0, dR0 = (None if x is None else torch.empty_like(x) for x in (S0, R0))
     if not method.has_residual and dg is not None:
