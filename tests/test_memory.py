@@ -26,7 +26,9 @@ def nothing_waits():
 def test_memory_waits_for_the_next_tensor_of_its_size():
     x = memory.empty((ROWS, 1024), torch.float32)
     address = x.data_ptr()
-    assert memory.waiting() == 0 and x.shape == (ROWS, 1024) and x.is_contiguous()
+    assert memory.waiting() == 0
+    assert x.shape == (ROWS, 1024)
+    assert x.is_contiguous()
     x.fill_(1.0)
     part = x[3:5]
     del x
@@ -41,7 +43,8 @@ def test_memory_waits_for_the_next_tensor_of_its_size():
 def test_tensors_that_live_at_once_have_memory_of_their_own():
     del (first := [memory.empty((ROWS, 1024), torch.float32) for _ in range(3)])[:]
     several = [memory.empty((ROWS, 1024), torch.float32).fill_(i) for i in range(4)]
-    assert not first and memory.waiting() == 0
+    assert not first
+    assert memory.waiting() == 0
     assert [x.min().item() == x.max().item() == i for i, x in enumerate(several)] == [True] * 4
 
 
@@ -49,7 +52,9 @@ def test_tensors_that_live_at_once_have_memory_of_their_own():
 def test_a_block_much_larger_than_asked_for_keeps_waiting():
     del (x := [memory.empty((2 * ROWS, 1024), torch.float32)])[:]
     y = memory.empty((ROWS, 1024), torch.float32)
-    assert not x and memory.waiting() == 2 * memory.LARGE and y.numel() == ROWS * 1024
+    assert not x
+    assert memory.waiting() == 2 * memory.LARGE
+    assert y.numel() == ROWS * 1024
 
 
 @linux
@@ -59,7 +64,9 @@ def test_those_that_have_waited_longest_are_given_back(monkeypatch):
     del first, second
     assert memory.waiting() == 3 * memory.LARGE
     del (third := [memory.empty((3 * ROWS, 1024), torch.float32)])[:]
-    assert not third and memory.waiting() == 3 * memory.LARGE and len(memory._idle) == 1
+    assert not third
+    assert memory.waiting() == 3 * memory.LARGE
+    assert len(memory._idle) == 1
 
 
 def test_small_tensors_are_torchs(monkeypatch):
@@ -94,10 +101,12 @@ def test_an_output_in_kept_memory_is_a_tensor_like_any_other():
     q, k, v = torch.randn(3, 1, ROWS // 2, 8, 256).unbind()
     expected, _ = rla.attend(q, k, v, method="sgla", backend="native")
     del (x := [rla.attend(k, q, v, method="sgla", backend="native")[0]])[:]
-    assert not x and memory.waiting()
+    assert not x
+    assert memory.waiting()
     q.requires_grad_()
     out, _ = rla.attend(q, k, v, method="sgla", backend="native")
     assert torch.equal(out, expected)
     out.mul_(2)
     (grad,) = torch.autograd.grad(out.sum(), q)
-    assert grad.isfinite().all() and grad.abs().sum() > 0
+    assert grad.isfinite().all()
+    assert grad.abs().sum() > 0

@@ -184,8 +184,8 @@ class _Bench:
         """The passes over T tokens that can run here; the others leave a note."""
         tokens = self.workload.tokens(T)
         ready: dict[Cell, Callable[[], object]] = {}
-        for which in self.passes:
-            for contender in self.contenders:
+        for contender in self.contenders:  # its passes one after the other, for they are compared
+            for which in self.passes:
                 try:
                     run = prepare(contender, self.workload, tokens, which)
                     run()

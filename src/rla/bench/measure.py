@@ -30,7 +30,7 @@ from ..doctor import INSTRUCTION_SETS, cpu_flags, cpu_name
 K = TypeVar("K", bound=Hashable)
 
 MIN_REPETITIONS = 3
-ROUNDS = 5  # the budget of a cell is spread over at least so many rounds
+ROUNDS = 10  # the budget of a cell is spread over at least so many rounds
 SETTLE = 0.002  # seconds before a burst, for idle threads of the last one to stop spinning
 SGEMM_SIZE = 2048
 M_TRIM_THRESHOLD, M_MMAP_MAX, MADV_HUGEPAGE = -1, -4, 14  # of glibc's malloc.h, Linux's mman.h

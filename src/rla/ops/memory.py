@@ -1,9 +1,9 @@
 """Memory of large tensors, kept from one call to the next.
 
 The system's allocator gives a block of 32 MB or more back at once. To get it again, zeroed page by page, takes a tenth of the
-time of a kernel that fills it, and on a virtual machine that shares its memory with others several tenths. So the blocks of such
-tensors wait here for the next of their size, as CUDA's do in torch. While they wait the system may take their pages when it runs
-short; beyond an eighth of the machine's memory those that have waited longest are given back.
+time of a kernel that fills it, and on a virtual machine that shares its memory with others several tenths. So the blocks of
+such tensors wait here for the next of their size, as CUDA's do in torch. While they wait the system may take their pages when
+it runs short; beyond an eighth of the machine's memory those that have waited longest are given back.
 """
 
 from __future__ import annotations
