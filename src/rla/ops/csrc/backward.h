@@ -19,13 +19,12 @@ namespace RLA_ISA {
 struct Finish {
   float *dqk, *dkk, *dqkT;  // [CP][C][NR]
   float *columns;           // [C]
-  float *qdq, *kdk;         // [C]: rs(q * dq), rs(k * dk)
-  float *row;               // [NR, ldk]
+  float *rows;              // [W, ldk]
 
   void carve(Arena& m, const Problem& p) {
     for (float** x : {&dqk, &dkk, &dqkT}) *x = m.floats(C * C);
-    for (float** x : {&columns, &qdq, &kdk}) *x = m.floats(C);
-    row = m.floats(NR * p.ldk);
+    columns = m.floats(C);
+    rows = m.floats(W * p.ldk);
   }
 };
 
@@ -131,8 +130,7 @@ inline void transpose_lower(const Chunk& ch, float* x, float* to) {
   }
 }
 
-// dq and dk, transposed [CP][K][NR]: written for the first value head of a key head, added to for the others; and their sums
-// with q and k, which are right after the last.
+// dq and dk, transposed [CP][K][NR]: written for the first value head of a key head, added to for the others.
 inline void finish_keys(const Problem& p, const Chunk& ch, const Part* parts, int64_t step, int64_t blocks,
                         const Finish& f, float* dqT, float* dkT, bool first) {
   const bool keys = p.delta || p.residual;
@@ -141,7 +139,6 @@ inline void finish_keys(const Problem& p, const Chunk& ch, const Part* parts, in
   for (int64_t s = 0; s * NR < ch.c; ++s) {
     const int64_t start = s * NR, end = least<int64_t>(ch.c, start + NR), panel = s * C * NR;
     const int64_t middle = least<int64_t>(end, start + W);
-    V qdq[NV] = {}, kdk[NV] = {};
     tiles(p.K, [&](auto m, int64_t d) {
       constexpr int M = decltype(m)::value;
       const int64_t at = s * p.K * NR + d * NR;
@@ -152,46 +149,38 @@ inline void finish_keys(const Problem& p, const Chunk& ch, const Part* parts, in
       mul<1, 2>(x, ch.k + middle * p.ldk + d, 1, p.ldk, f.dqkT + panel + middle * NR, end - middle);
       if (!first) EACH(M, x.v[i][j] += load(dqT + at + i * NR + j * W));
       put(dqT + at, x);
-      add_lanes(qdq, x, ch.qT + at);
       EACH(M, x.v[i][j] = add_parts(parts, step, blocks, &Part::dkT, at + i * NR + j * W));
       mul<0, 1>(x, ch.q + start * p.ldk + d, 1, p.ldk, f.dqk + panel + start * NR, middle - start);
       mul_columns(x, ch.q + middle * p.ldk + d, p.ldk, f.dqk + panel + middle * NR, ch.c - middle);
       if (keys) mul_columns(x, ch.k + d, p.ldk, f.dkk + panel, ch.c);
       if (!first) EACH(M, x.v[i][j] += load(dkT + at + i * NR + j * W));
       put(dkT + at, x);
-      add_lanes(kdk, x, ch.kT + at);
     });
-    for (int j = 0; j < NV; ++j) {
-      store(f.qdq + start + j * W, qdq[j]);
-      store(f.kdk + start + j * W, kdk[j]);
-    }
   }
 }
 
-// dq or dk through the normalisation, to the caller. dT, xT: the gradient and q or k, transposed; along: rs(x * d).
-inline void finish_rows(const Problem& p, const Task& task, const Chunk& ch, const Finish& f, float* dT, const float* xT,
-                        const float* along, const float* inverse, void* to) {
+// dq or dk through the normalisation, to the caller, W tokens at a time. dT: the gradient, transposed; x: q or k.
+inline void finish_rows(const Problem& p, const Task& task, const Chunk& ch, const Finish& f, const float* dT, const float* x,
+                        const float* inverse, void* to) {
   const int64_t K = p.K, ldk = p.ldk, stride[3] = {p.a.T * p.a.H * K, p.a.H * K, K};
-  for (int64_t s = 0; s * NR < ch.c; ++s) {
-    const int64_t t = s * NR, n = least<int64_t>(NR, ch.c - t), at = task.row(stride, ch.t + t, task.kh);
-    float* d = dT + t * K;
-    if (p.a.qk_norm) {
-      V scale[NV], by[NV];
-      for (int j = 0; j < NV; ++j) {
-        const V x = load(inverse + t + j * W);
-        scale[j] = abs(x);
-        by[j] = select(x < 0.f, V{}, load(along + t + j * W));  // below eps the norm was a constant
+  for (int64_t t = 0; t < ch.c; t += W) {
+    const int64_t n = least<int64_t>(W, ch.c - t), at = task.row(stride, ch.t + t, task.kh);
+    transpose(dT + t / NR * K * NR + t % NR, NR, f.rows, ldk, K, n);
+    for (int64_t i = 0; i < n; ++i) {
+      const float *q = x + (t + i) * ldk, scale = p.a.qk_norm ? fabsf(inverse[t + i]) : 1;
+      float* d = f.rows + i * ldk;
+      for (int64_t j = K; j % W; ++j) d[j] = 0;
+      V along = V{};
+      if (p.a.qk_norm && inverse[t + i] > 0)  // below eps the norm was a constant
+        for (int64_t j = 0; j < K; j += W) along += load(q + j) * load(d + j);
+      along = splat(sum(along));
+      auto row = [&](int64_t j) __attribute__((always_inline)) { return splat(scale) * (load(d + j) - along * load(q + j)); };
+      if (p.past) {
+        for (int64_t j = 0; j < K; j += W) stream((float*)to + at + i * stride[1] + j, row(j));
+      } else {
+        for (int64_t j = 0; j < K; j += W) store(d + j, row(j));
+        store_row(p.dtype, to, at + i * stride[1], d, K);
       }
-      for (int64_t i = 0; i < K * NR; i += NR)
-        for (int j = 0; j < NV; ++j) store(d + i + j * W, scale[j] * (load(d + i + j * W) - by[j] * load(xT + t * K + i + j * W)));
-    }
-    if (p.dtype == F32 && p.past) {
-      transpose<true>(d, NR, (float*)to + at, stride[1], K, n);
-    } else if (p.dtype == F32) {
-      transpose(d, NR, (float*)to + at, stride[1], K, n);
-    } else {
-      transpose(d, NR, f.row, ldk, K, n);
-      for (int64_t i = 0; i < n; ++i) store_row(p.dtype, to, at + i * stride[1], f.row + i * ldk, K);
     }
   }
 }
@@ -259,8 +248,8 @@ struct Steps {
     finish_pairs(p, t, ch, parts, SEGMENT_CHUNKS, blocks, f);
     finish_keys(p, ch, parts, SEGMENT_CHUNKS, blocks, f, l.dqT[i], l.dkT[i], g == 0);
     if (g + 1 < G) return;
-    finish_rows(p, t, ch, f, l.dqT[i], ch.qT, f.qdq, ch.iq, p.a.dq);
-    finish_rows(p, t, ch, f, l.dkT[i], ch.kT, f.kdk, ch.ik, p.a.dk);
+    finish_rows(p, t, ch, f, l.dqT[i], ch.q, ch.iq, p.a.dq);
+    finish_rows(p, t, ch, f, l.dkT[i], ch.k, ch.ik, p.a.dk);
   }
 };
 

@@ -469,7 +469,7 @@ inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bo
   } else {
     load_keys(p, task, ch, p.a.q, p.a.q_stride, ch.q, ch.iq);
     load_keys(p, task, ch, p.a.k, p.a.k_stride, ch.k, ch.ik);
-    transpose_keys(p, ch, ch.k, ch.kT);
+    if (!backward || !p.pairs) transpose_keys(p, ch, ch.k, ch.kT);
   }
   if (backward) transpose_keys(p, ch, ch.q, ch.qT);
   if (keep && p.pairs) {

@@ -298,7 +298,7 @@ INLINE V load_fours(const float* a, int64_t lda) {
   return x;
 #endif
 }
-template <bool PAST> INLINE void transpose_block(const float* a, int64_t lda, float* b, int64_t ldb, const float* scale) {
+INLINE void transpose_block(const float* a, int64_t lda, float* b, int64_t ldb, const float* scale) {
   V r[W];
   unroll<W>([&](auto i) __attribute__((always_inline)) { r[i.value] = load_fours(a + i.value % 4 * lda + i.value / 4 * 4, lda); });
   butterflies<1>(r);
@@ -307,25 +307,21 @@ template <bool PAST> INLINE void transpose_block(const float* a, int64_t lda, fl
     const V s = load(scale);
     unroll<W>([&](auto i) __attribute__((always_inline)) { r[i.value] *= s; });
   }
-  unroll<W>([&](auto i) __attribute__((always_inline)) {
-    if (PAST) stream(b + i.value * ldb, r[i.value]);
-    else store(b + i.value * ldb, r[i.value]);
-  });
+  unroll<W>([&](auto i) __attribute__((always_inline)) { store(b + i.value * ldb, r[i.value]); });
 }
 #else
-template <bool PAST> inline void transpose_block(const float* a, int64_t lda, float* b, int64_t ldb, const float* scale) {
+inline void transpose_block(const float* a, int64_t lda, float* b, int64_t ldb, const float* scale) {
   for (int i = 0; i < W; ++i)
     for (int j = 0; j < W; ++j) b[j * ldb + i] = scale ? a[i * lda + j] * scale[i] : a[i * lda + j];
 }
 #endif
 
-// b[j, i] = a[i, j], times scale[i] if there is one, for i < rows, j < columns. PAST: past the caches, as `stream` does.
-template <bool PAST = false>
+// b[j, i] = a[i, j], times scale[i] if there is one, for i < rows, j < columns.
 inline void transpose(const float* a, int64_t lda, float* b, int64_t ldb, int64_t rows, int64_t columns,
                       const float* scale = nullptr) {
   int64_t full = rows / W * W, width = columns / W * W;
   for (int64_t i = 0; i < full; i += W)
-    for (int64_t j = 0; j < width; j += W) transpose_block<PAST>(a + i * lda + j, lda, b + j * ldb + i, ldb, scale ? scale + i : nullptr);
+    for (int64_t j = 0; j < width; j += W) transpose_block(a + i * lda + j, lda, b + j * ldb + i, ldb, scale ? scale + i : nullptr);
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = i < full ? width : 0; j < columns; ++j) b[j * ldb + i] = scale ? a[i * lda + j] * scale[i] : a[i * lda + j];
 }

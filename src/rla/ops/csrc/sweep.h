@@ -20,7 +20,7 @@ struct Part {
   float *Pu, *Pw, *dGp;        // [CP][C][NR], lower triangular: do u^T, do w^T, the adjoint of G'
   float *beta, *gamma;         // rs(y * x), rs(z * y)
   float *delta, *error;        // -alpha (rs(beta y * pS) + rs(gamma z * pR)): predictions that the delta rule takes away; -rs(de * pS)
-  float *qS, *qR, *kd, *r;     // rs(do * qS), rs(do * qR), rs(k * (u dS^T + w dR^T)), rs(do * r)
+  float *qS, *qR, *kd, *r;     // rs(do * qS), rs(do * qR), rs(u * k dS) + rs(w * k dR), rs(do * r)
   float *state;                // <dS, S> + <dR, R>
 
   void carve(Arena& m, const Problem& p) {
@@ -31,7 +31,7 @@ struct Part {
   }
 };
 
-enum { SUM_BETA, SUM_GAMMA, SUM_DELTA, SUM_ERROR, SUM_R, SUMS };
+enum { SUM_BETA, SUM_GAMMA, SUM_DELTA, SUM_ERROR, SUM_R, SUM_KD, SUMS };
 
 // Memory of one worker: panels of the block's columns, [columns / NR][C][NR] each.
 struct Sweep {
@@ -78,22 +78,24 @@ INLINE V psi_backward(V e, V dr, const Problem& p) {
   return dr;
 }
 
-// sums[i] += rs(x * panel) over the tile's rows, lane by lane.
-template <int M> INLINE void add_rows(float* sums, const Tile<M>& x, const float* panel) {
+// sums[i] += rs(x * panel) over the tile's rows, lane by lane; times scale[i] if there is one.
+template <int M> INLINE void add_rows(float* sums, const Tile<M>& x, const float* panel, const float* scale = nullptr) {
   unroll<M>([&](auto i) __attribute__((always_inline)) {
     V s = x.v[i][0] * load(panel + i * NR) + x.v[i][1] * load(panel + i * NR + W);
+    if (scale) s *= splat(scale[i]);
     store(sums + i * W, load(sums + i * W) + s);
   });
 }
 
 // x = L * (k d) + the rows of a^T do, a triangular: what a state's update of these tokens is the adjoint of, so far.
-// STRICT: a has no diagonal.
+// STRICT: a has no diagonal. error, rate: u / beta or w / gamma of the panel, and beta or gamma.
 template <int STRICT, int M>
-INLINE void adjoint_tile(Tile<M>& x, const Problem& p, const Chunk& ch, const float* d, const float* a, const float* dout,
-                         int64_t j0, Fetch& fetch) {
+INLINE void adjoint_tile(Tile<M>& x, const Problem& p, const Chunk& ch, const Sweep& w, const float* d, const float* a,
+                         const float* dout, const float* error, const float* rate, int64_t j0) {
   const int64_t end = j0 + M;
   clear(x);
-  mul_rows(x, ch.k + j0 * p.ldk, p.ldk, d, p.K, fetch);
+  mul_rows(x, ch.k + j0 * p.ldk, p.ldk, d, p.K, *w.fetch);
+  add_rows(w.sums + (SUM_KD * C + j0) * W, x, error + j0 * NR, rate + j0);
   scale_rows(x, ch.L + j0);
   mul_lower_transposed<STRICT>(x, a + j0 * C + j0, C, dout + j0 * NR);
   mul_columns(x, a + end * C + j0, C, dout + end * NR, ch.c - end);
@@ -108,7 +110,7 @@ INLINE void sweep_residual(const Problem& p, const Chunk& ch, const Sweep& w, co
   float* sums = w.sums + j0 * W;
   Tile<M> x;
   if (p.fitted) {
-    adjoint_tile<0>(x, p, ch, dR, ch.Ag, dout, j0, *w.fetch);
+    adjoint_tile<0>(x, p, ch, w, dR, ch.Ag, dout, st.y, ch.gamma, j0);
     if (p.delta) {
       mul_columns(x, ch.Gp + end * C + j0, C, w.dpR + panel + end * NR, ch.c - end);
       solve_lower_transposed(x, ch.Gp + j0 * C + j0, C, ch.ag + j0);
@@ -142,10 +144,10 @@ INLINE void sweep_memory(const Problem& p, const Task& task, const Chunk& ch, co
   float* sums = w.sums + j0 * W;
   Tile<M> x, y;
   if (p.residual) {
-    adjoint_tile<1>(x, p, ch, dS, ch.Au, w.dout + panel, j0, *w.fetch);
+    adjoint_tile<1>(x, p, ch, w, dS, ch.Au, w.dout + panel, st.x, ch.beta, j0);
     mul_lower_transposed<1>(x, ch.Gp + diagonal, C, dpS);
   } else {
-    adjoint_tile<0>(x, p, ch, dS, ch.Au, w.dout + panel, j0, *w.fetch);
+    adjoint_tile<0>(x, p, ch, w, dS, ch.Au, w.dout + panel, st.x, ch.beta, j0);
   }
   if (p.delta || p.residual) mul_columns(x, ch.Gp + below, C, w.dpS + later, ch.c - end);
   if (p.delta) solve_lower_transposed(x, ch.Gp + diagonal, C, ch.ab + j0);
@@ -210,7 +212,7 @@ template <int M> INLINE void add_lanes(V (&sums)[NV], const Tile<M>& x, const fl
 inline void sweep_keys(const Problem& p, const Chunk& ch, const Sweep& w, const Part& part, const float* S,
                        const float* R, const float* dS, const float* dR, int64_t strips) {
   const int64_t step = p.K * NR, columns = strips * NR;
-  V qS[CP][NV] = {}, qR[CP][NV] = {}, kd[CP][NV] = {};
+  V qS[CP][NV] = {}, qR[CP][NV] = {};
   tiles(p.K, [&](auto m, int64_t d) {
     constexpr int M = decltype(m)::value;
     for (int64_t s = 0; s * NR < ch.c; ++s) {  // inside: a tile's rows of four states are in the first-level cache
@@ -230,7 +232,6 @@ inline void sweep_keys(const Problem& p, const Chunk& ch, const Sweep& w, const 
       clear(x);
       mul_panels(x, dS + d * NR, step, w.uT + b, strips, *w.fetch);
       if (p.fitted) mul_panels(x, dR + d * NR, step, w.wT + b, strips, *w.fetch);
-      add_lanes(kd[s], x, ch.kT + t + d * NR);
       EACH(M, x.v[i][j] *= load(ch.L + at + j * W));
       if (p.delta || p.residual) mul_panels(x, S + d * NR, step, w.dkST + b, strips, *w.fetch);
       if (p.delta && p.fitted) mul_panels(x, R + d * NR, step, w.dkRT + b, strips, *w.fetch);
@@ -241,7 +242,6 @@ inline void sweep_keys(const Problem& p, const Chunk& ch, const Sweep& w, const 
     for (int j = 0; j < NV; ++j) {
       store(part.qS + s * NR + j * W, qS[s][j]);
       store(part.qR + s * NR + j * W, qR[s][j]);
-      store(part.kd + s * NR + j * W, kd[s][j]);
     }
   }
 }
@@ -337,7 +337,7 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
     fetch_sweep(*w.fetch, p, task, i, count, ch.t, next, next_t);
     for (int64_t s = 0; s < strips; ++s)
       sweep_strip(p, task, ch, w, w.strip(p, task, ch, i, first, s), dS + s * size, dR + s * size, s, strips, first + s);
-    float* const sums[SUMS] = {part.beta, part.gamma, part.delta, part.error, part.r};
+    float* const sums[SUMS] = {part.beta, part.gamma, part.delta, part.error, part.r, part.kd};
     for (int n = 0; n < SUMS; ++n)
       for (int64_t t = 0; t < C; t += 4) {
         const float* x = w.sums + (n * C + t) * W;
