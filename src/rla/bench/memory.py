@@ -21,6 +21,7 @@ from typing import get_args
 
 import torch
 
+from ..ops.memory import release
 from .peers import prepare
 from .workload import Contender, Pass, Unavailable, Workload
 
@@ -95,6 +96,7 @@ def _cpu_peak(contender: Contender, workload: Workload, T: int, which: Pass) -> 
     prepare(contender, workload, workload.tokens(min(T, WARM_UP_TOKENS)), which)()
     run = prepare(contender, workload, workload.tokens(T), which)
     gc.collect()
+    release()  # what the last cell has left would not be counted
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
