@@ -134,10 +134,10 @@ def test_long_sequences(name):
 def test_long_sequences_with_a_clip(name):
     """Where the clip sets in the gradient jumps: the few errors within a rounding of it have either side's gradient.
 
-    One such error is felt by many tokens before it, so that a single seed is a matter of luck: half of several decide.
+    One such error is felt by many tokens before it, so that a single seed is a matter of luck: half of many decide.
     """
     case, off = Case(B=1, T=600, H=1, K=32, V=16), []
-    for seed in range(5):
+    for seed in range(25):
         x = make(ALL[name], case, bf16, seed=seed, decay=6.0)
         want, want_grads = run(upcast(x), ALL[name], "reference")
         got, grads = run(x, ALL[name], "native")
@@ -145,7 +145,7 @@ def test_long_sequences_with_a_clip(name):
         assert max(rmse_ratio(grads[n], want_grads[n]) for n in want_grads) <= 5e-2
         rows = (grads["v"] - want_grads["v"]).abs() > 0.05 * want_grads["v"].square().mean().sqrt()
         off.append(rows.double().mean().item())
-    assert sorted(off)[2] < 0.01, f"more than one in a hundred gradients is off: {off}"
+    assert sorted(off)[12] < 0.01, f"more than one in a hundred gradients is off: {off}"
 
 
 def no_decay(x):
