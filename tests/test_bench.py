@@ -86,7 +86,7 @@ def test_peak_memory_is_that_of_the_tensors(tmp_path, capsys):
 
 
 def test_ctrl_c_writes_what_there_is(tmp_path, monkeypatch, capsys):
-    def interrupted(cells, samples, *, seconds, on_done):
+    def interrupted(cells, samples, *, seconds, rounds, on_done):
         if next(iter(cells)).T == 32:
             raise KeyboardInterrupt
         samples.update({cell: [0.5] for cell in cells})
@@ -166,15 +166,18 @@ def test_ratios_and_rates():
     assert not any("sdpa" in name for name in found)
 
 
-def test_ratios_of_lowest_times():
+def test_ratios_within_rounds():
+    """Both twice as slow in the second round and thrice in the third; one cell had a round more."""
     a, b = Contender("rla", "native"), Contender("rla", "chunked")
-    samples = {Cell(a, 4096, "forward"): [0.1, 0.2, 0.3], Cell(b, 4096, "forward"): [0.5, 0.6, 0.6]}
-    workload = Workload(1, 16, 128, "float32", "cpu", 2)
-    results = Results(workload, {cell: Quantiles.of(times) for cell, times in samples.items()}, {}, 200.0, 250.0)
-    medians, lowest = (dict(ratios.table(results, [a, b], [4096], which)) for which in ("q50", "low"))
-    speed, share = "native rla forward: times as fast as chunked", "native rla forward: rate over sgemm's"
-    assert (medians[speed], lowest[speed]) == ([pytest.approx(3)], [pytest.approx(5)])
-    assert lowest[share][0] == pytest.approx(medians[share][0] * 2 * 200 / 250)
+    cells = [Cell(c, 4096, "forward") for c in (a, b)]
+    times = {cells[0]: Quantiles.of([1.0, 2.0, 3.0, 1.0]), cells[1]: Quantiles.of([4.0, 8.0, 12.0])}
+    results = Results(Workload(1, 16, 128, "float32", "cpu", 2), times, {}, sgemm=200.0)
+    results.rounds.update({cells[0]: [1.0, 2.0, 3.0, 1.0], cells[1]: [4.0, 8.0, 12.0]})
+    speed = "native rla forward: times as fast as chunked"
+    run, rounds = (dict(ratios.table(results, [a, b], [4096], which)) for which in ("run", "rounds"))
+    assert (run[speed], rounds[speed]) == ([pytest.approx(8 / 1.5)], [pytest.approx(4)])
+    assert "native rla forward: rate over sgemm's" in run
+    assert not any("sgemm" in name for name in rounds)
 
 
 def test_cells_are_timed_in_turn():

@@ -173,7 +173,8 @@ class _Bench:
                 self.sgemm.sample()
                 ready = self._prepare(T)
                 progress.advance(task, cells - len(ready))
-                time_in_rounds(ready, self.samples, seconds=seconds, on_done=lambda _: progress.advance(task))
+                rounds = self.results.rounds
+                time_in_rounds(ready, self.samples, seconds=seconds, rounds=rounds, on_done=lambda _: progress.advance(task))
             self.sgemm.sample()
         finally:
             self.results.times.update({cell: Quantiles.of(times) for cell, times in self.samples.items() if times})
@@ -219,8 +220,8 @@ class _Bench:
         console.print(f"{COUNTED}\n", soft_wrap=True)
         for T in sorted({cell.T for cell in self.results.times}):
             console.print(self._table(T))
-        self._print_ratios(console, "ratios (of medians)", "q50")
-        self._print_ratios(console, "ratios (of the lowest times, nearest to those of a quiet machine)", "low")
+        self._print_ratios(console, "ratios of medians", "run")
+        self._print_ratios(console, "medians of ratios within rounds, timed side by side", "rounds")
         self.print_notes(console)
 
     def _print_ratios(self, console: Console, title: str, statistic: ratios.Statistic) -> None:

@@ -1,8 +1,7 @@
 """Timing that survives a drifting machine, the rate of sgemm, and the record of where and with what it was measured.
 
 Cells are timed in rounds, a short burst of each in turn, so that a change of clock or load meets all of them alike. Compare
-medians of one run; times of two runs say little. On a machine that others use too, the lowest times of a run come nearest to
-those of a quiet one.
+medians of one run; times of two runs say little. On a machine that others use too, compare within rounds.
 """
 
 from __future__ import annotations
@@ -109,21 +108,26 @@ def time_in_rounds(
     samples: dict[K, list[float]],
     *,
     seconds: float,
+    rounds: dict[K, list[float]] | None = None,
     on_done: Callable[[K], None] = lambda key: None,
 ) -> None:
     """Append to `samples` the times of each cell: at least 3, and as many as fit in `seconds`.
 
-    They are appended as they come, so that an interrupt loses nothing. Each cell has been called before, to warm up.
+    They are appended as they come, so that an interrupt loses nothing. Each cell has been called before, to warm up. Of each
+    round the median is appended to `rounds`.
     """
     pending = dict(cells)
     while pending:
         for key, call in list(pending.items()):
             own, spent = samples.setdefault(key, []), 0.0
+            before = len(own)
             time.sleep(SETTLE)
             call()  # the first would be timed with the cold caches that the others left
             while spent == 0.0 or spent + own[-1] < seconds / ROUNDS:
                 own.append(time_once(call))
                 spent += own[-1]
+            if rounds is not None:
+                rounds.setdefault(key, []).append(statistics.median(own[before:]))
             if len(own) >= MIN_REPETITIONS and sum(own) >= seconds:
                 del pending[key]
                 on_done(key)

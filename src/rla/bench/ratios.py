@@ -1,13 +1,14 @@
 """From times and peaks of cells to the table of ratios: what each backend gains, what the residual costs, how memory compares.
 
-"times as fast as chunked" is the time of chunked over ours, "time over sgla" is ours over that of sgla. Times are medians, or
-the lowest of a run beside sgemm at its fastest.
+"times as fast as chunked" is the time of chunked over ours, "time over sgla" is ours over that of sgla. Times are medians
+of a run; or the ratio is taken in each round, in which both were timed within seconds, and its median is shown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Literal
 
 from .measure import Quantiles
@@ -16,7 +17,7 @@ from .workload import AUTOGRAD, FLOAT32, Contender, Pass, Workload, multiply_add
 
 PASSES: dict[Pass, str] = {"forward": "forward", "both": "forward+backward"}
 PAIRS = (("rla", "sgla"), ("rdn", "gdn"))  # with and without the residual
-Statistic = Literal["q50", "low"]
+Statistic = Literal["run", "rounds"]
 LONG = 4096  # where time per token is compared with that of longer sequences
 
 
@@ -38,20 +39,28 @@ class Results:
     peaks: dict[Cell, int]
     sgemm: float | None = None  # GFLOPS, median
     sgemm_high: float | None = None  # and at its fastest
+    rounds: dict[Cell, list[float]] = field(default_factory=dict)  # median time in each round
 
-    def time(self, cell: Cell, statistic: Statistic = "q50") -> float | None:
+    def time(self, cell: Cell) -> float | None:
         times = self.times.get(cell)
-        return None if times is None else getattr(times, statistic)
+        return None if times is None else times.q50
 
-    def rate(self, cell: Cell, statistic: Statistic = "q50") -> float | None:
+    def over(self, x: Cell, y: Cell, statistic: Statistic) -> float | None:
+        """The time of x over that of y."""
+        if statistic == "run":
+            return _quotient(self.time(x), self.time(y))
+        pairs = list(zip(self.rounds.get(x, ()), self.rounds.get(y, ()), strict=False))  # a quick cell may need more rounds
+        return median(a / b for a, b in pairs) if pairs else None
+
+    def rate(self, cell: Cell) -> float | None:
         """GFLOPS, a multiply-add being two operations."""
-        w, time = self.workload, self.time(cell, statistic)
+        w, time = self.workload, self.time(cell)
         adds = multiply_adds(cell.contender, cell.T, w.dim, cell.which)
         return None if adds is None or time is None else 2 * adds * w.batch * w.heads * cell.T / time / 1e9
 
-    def share(self, cell: Cell, statistic: Statistic = "q50") -> float | None:
+    def share(self, cell: Cell) -> float | None:
         """The rate over that of sgemm."""
-        return _quotient(self.rate(cell, statistic), self.sgemm if statistic == "q50" else self.sgemm_high)
+        return _quotient(self.rate(cell), self.sgemm)
 
     def tokens_per_second(self, cell: Cell) -> float | None:
         time = self.time(cell)
@@ -59,11 +68,11 @@ class Results:
 
 
 def table(
-    results: Results, contenders: Sequence[Contender], lengths: Sequence[int], statistic: Statistic = "q50"
+    results: Results, contenders: Sequence[Contender], lengths: Sequence[int], statistic: Statistic = "run"
 ) -> list[tuple[str, list[float | None]]]:
     """Rows of (name, value at each length), without those that have no value at all."""
     rows = []
-    memory = _memory_rows(results, contenders, lengths) if statistic == "q50" else ()
+    memory = _memory_rows(results, contenders, lengths) if statistic == "run" else ()
     for name, values in (*_rows(results, contenders, lengths, statistic), *memory):
         in_order = [values.get(T) for T in lengths]
         if any(x is not None for x in in_order):
@@ -74,11 +83,8 @@ def table(
 def _rows(
     results: Results, contenders: Sequence[Contender], lengths: Sequence[int], statistic: Statistic
 ) -> Iterator[tuple[str, Mapping[int, float | None]]]:
-    def time(contender: Contender, T: int, which: Pass) -> float | None:
-        return results.time(Cell(contender, T, which), statistic)
-
     def over(x: Contender, y: Contender, which: Pass) -> dict[int, float | None]:
-        return {T: _quotient(time(x, T, which), time(y, T, which)) for T in lengths}
+        return {T: results.over(Cell(x, T, which), Cell(y, T, which), statistic) for T in lengths}
 
     ours = _ours(contenders)
     for c in ours:
@@ -100,16 +106,18 @@ def _rows(
                 pair = Contender(with_residual, by), Contender(without, by)
                 yield f"{by} {with_residual} {words}: time over {without}", over(*pair, which)
     for c in ours:
-        backward = {T: _quotient(time(c, T, "both"), time(c, T, "forward")) for T in lengths}
+        backward = {T: results.over(Cell(c, T, "both"), Cell(c, T, "forward"), statistic) for T in lengths}
         yield f"{c.by} {c.method}: time of forward+backward over forward", backward
+        if statistic == "rounds":  # what follows was not timed in the same rounds
+            continue
         for which, words in PASSES.items():
             yield (
                 f"{c.by} {c.method} {words}: rate over sgemm's",
-                {T: results.share(Cell(c, T, which), statistic) for T in lengths},
+                {T: results.share(Cell(c, T, which)) for T in lengths},
             )
-        base = time(c, LONG, "forward")
+        base = results.time(Cell(c, LONG, "forward"))
         if base is not None:
-            longer = {T: _quotient(time(c, T, "forward"), base * T / LONG) for T in lengths if T > LONG}
+            longer = {T: _quotient(results.time(Cell(c, T, "forward")), base * T / LONG) for T in lengths if T > LONG}
             yield f"{c.by} {c.method} forward: time per token over that at T={LONG}", longer
 
 
