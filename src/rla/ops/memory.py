@@ -1,9 +1,10 @@
 """Memory of large tensors, kept from one call to the next.
 
-The system's allocator gives a block of 32 MB or more back at once. To get it again, zeroed page by page, takes a tenth of the
-time of a kernel that fills it, and on a virtual machine that shares its memory with others several tenths. So the blocks of
-such tensors wait here for the next of their size, as CUDA's do in torch. While they wait the system may take their pages when
-it runs short; beyond an eighth of the machine's memory those that have waited longest are given back.
+The system's allocator gives a block of 32 MB or more back at once, and smaller ones when enough of them are free. To get it
+again, zeroed page by page, takes a tenth of the time of a kernel that fills it, and on a virtual machine that shares its memory
+with others several tenths. So the blocks of such tensors wait here for the next of their size, as CUDA's do in torch, in huge
+pages where the system has them. When a tensor of another size is asked for, the system may from then on take the pages of those
+that wait if it runs short; beyond an eighth of the machine's memory those that have waited longest are given back.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LARGE = 32 << 20  # bytes: from here on glibc keeps nothing
+LARGE = 4 << 20  # bytes: a kernel that fills so many takes milliseconds, to look for a block some ten microseconds
 PAGE = 2 << 20  # a huge page
 SLACK = 8  # a block serves a tensor if at most one part in so many is left over
 
 _KEEPS = sys.platform == "linux"
 _idle: list[mmap.mmap] = []  # the one that has waited longest first
+_offered: set[int] = set()  # id of those that are the system's to take
 _lock = threading.RLock()  # reentrant: to free a tensor may run while a block is looked for, by a collection of garbage
 
 
@@ -51,6 +53,7 @@ def release() -> None:
     """Give back what no tensor uses."""
     with _lock:
         _idle.clear()
+        _offered.clear()
 
 
 def _advise(block: mmap.mmap, what: int) -> None:
@@ -68,7 +71,12 @@ def _take(size: int) -> mmap.mmap:
         if fitting:
             block = min(reversed(fitting), key=len)  # of equals the one that was used last
             _idle.remove(block)
+            _offered.discard(id(block))
             return block
+        for block in list(_idle):
+            if id(block) not in _offered:
+                _advise(block, mmap.MADV_FREE)  # its pages stay until the system needs them
+                _offered.add(id(block))
     rounded = -(-size // PAGE) * PAGE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
@@ -81,8 +89,7 @@ def _take(size: int) -> mmap.mmap:
 
 
 def _give(block: mmap.mmap) -> None:
-    _advise(block, mmap.MADV_FREE)  # its pages stay until the system needs them
     with _lock:
         _idle.append(block)
         while waiting() > _limit():
-            _idle.pop(0)
+            _offered.discard(id(_idle.pop(0)))

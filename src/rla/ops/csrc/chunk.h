@@ -33,7 +33,7 @@ static_assert(!AMX || C == 32, "products on AMX tiles have 32 rows");
 static_assert(SEGMENT % (GROUP * C) == 0, "states are saved where they are up to date");
 
 constexpr float NORM_EPS = 1e-6f;
-constexpr int64_t PAST = 4 << 20;  // bytes of the output or the gradients above which they are written past the caches
+constexpr int64_t PAST = 4 << 20;  // bytes of the output, the gradients or what is saved above which they are written past the caches
 
 // Memory handed out in 64-byte lines. A first pass with base = null only adds up the size.
 struct Arena {
@@ -117,6 +117,7 @@ struct Problem {
   int64_t blocks;  // of K, in operands of AMX
   int64_t panel;   // floats of a panel of a running state; with AMX its right operand follows it
   bool past;       // o, or dq, dk and dv, are too large to stay in the caches and are written past them: nothing is read to be overwritten
+  bool past_saved;  // and so is what forward saves
 
   explicit Problem(const Args& a_) : a(a_), K(a_.K), V(a_.V) {
     strips = (V + NR - 1) / NR;
@@ -136,9 +137,15 @@ struct Problem {
     const bool aligned = ((size_t)a.o | (size_t)a.dq | (size_t)a.dk | (size_t)a.dv) % (4 * W) == 0;
     const bool whole = dtype == F32 ? K % W == 0 && V % W == 0 : AMX && V % NR == 0;  // of half precision the output alone
     past = whole && aligned && tokens() * ((a.dq ? 2 * a.H * K : 0) + a.HV * V) * bytes() > PAST;
+    past_saved = (size_t)a.saved % (4 * W) == 0 && saved() * 4 > PAST;
   }
   int64_t states() const { return fitted ? 2 : 1; }
   int64_t tokens() const { return a.B * a.T; }
+  int64_t kept_floats() const { return a.HV * tokens() * (pairs * C + strips * kept * NR); }
+  int64_t saved() const {  // floats of all that forward saves
+    const int64_t slots = a.cu_seqlens ? a.T / SEGMENT : a.B * ((a.T - 1) / SEGMENT);
+    return kept_floats() + slots * a.HV * states() * state;
+  }
   int64_t columns(int64_t first, int64_t count) const { return least(V, (first + count) * NR) - first * NR; }  // of panels
   int64_t bytes() const { return dtype == F32 ? 4 : 2; }
 };
@@ -170,12 +177,11 @@ struct Task {
     return predictions + (((h * p.strips + s) * p.kept + n) * p.tokens() + b * p.a.T + start + t) * NR;
   }
   // Whether forward saves the states that the chunk at t begins with.
-  bool saves(int64_t t) const { return t > 0 && t < length && t % SEGMENT == 0; }
+  bool saves(const Problem& p, int64_t t) const { return p.a.saved && t > 0 && t < length && t % SEGMENT == 0; }
   // The states of segment s >= 1. Sequences cannot collide: one with l tokens has (l - 1) / SEGMENT of them.
   float* saved(const Problem& p, int64_t s) const {
     int64_t base = p.a.cu_seqlens ? start / SEGMENT : b * (segments() - 1);
-    float* states = p.a.saved + p.a.HV * (p.pairs * C + p.strips * p.kept * NR) * p.tokens();
-    return states + ((base + s - 1) * p.a.HV + h) * p.states() * p.state;
+    return p.a.saved + p.kept_floats() + ((base + s - 1) * p.a.HV + h) * p.states() * p.state;
   }
 };
 
@@ -255,11 +261,7 @@ inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t 
   const int64_t o_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
   constexpr int64_t tokens = GROUP * C;
   fetch_inputs(f, p, task, t, first, count, tokens);
-  if (p.a.saved) fetch_kept(f, p, task, t, first, count);
   if (!p.past) fetch_rows(f, p, task, (char*)p.a.o + first * NR * p.bytes(), o_stride, task.h, p.columns(first, count), t, tokens);
-  if (p.a.saved && task.saves(t + tokens))
-    for (int64_t n = 0; n < p.states(); ++n)
-      f.add(task.saved(p, (t + tokens) / SEGMENT) + n * p.state + first * p.K * NR, count * p.K * NR * 4);
   // next is called in renew and in strip_tile with AMX, else in products with a state and in absorb
   const int64_t products = 1 + (p.delta || p.residual) + p.fitted + (p.delta && p.fitted) + p.states();
   f.spread(count * (AMX ? p.states() * p.blocks * DEPTH / 2 + tokens / MR : products * calls_of(C, p.K)));
@@ -430,9 +432,9 @@ INLINE void times_keys(Tile<M>& x, const Problem& p, const Chunk& ch, const floa
   }
 }
 
-// The matrices of pairs. What is above the diagonal is zero, though nobody reads it: what forward keeps is an output of the
-// operator, the same in every call.
-inline void make_pairs(const Problem& p, const Chunk& ch) {
+// The matrices of pairs, and the same where forward keeps them. What is above the diagonal is zero, though nobody reads it: what
+// forward keeps is an output of the operator, the same in every call.
+inline void make_pairs(const Problem& p, const Task& task, const Chunk& ch, bool keep) {
   const bool keys = p.delta || p.residual;
   tiles(ch.c, [&](auto m, int64_t i0) {
     constexpr int M = decltype(m)::value;
@@ -441,21 +443,24 @@ inline void make_pairs(const Problem& p, const Chunk& ch) {
       const int64_t at = i0 * C + s * NR;
       const float *D = ch.D + at, *Dp = D - C;  // D' is D one row up, its row 0 is zero
       Tile<M> x;
-      auto put_pairs = [&](float* to, const float* decays, bool first) __attribute__((always_inline)) {
-        EACH(M, store(to + at + i * C + j * W, first || i0 + i ? x.v[i][j] * load(decays + i * C + j * W) : V{}));
+      auto put_pairs = [&](int64_t n, float* to, const float* decays, bool first) __attribute__((always_inline)) {
+        Tile<M> y;
+        EACH(M, y.v[i][j] = first || i0 + i ? x.v[i][j] * load(decays + i * C + j * W) : V{});
+        put(to + at, y, C);
+        if (keep) put_past(task.pairs(p, n, ch.t) + at, y, C, p.past_saved);
       };
       clear(x);
       if (!above) times_keys(x, p, ch, ch.q, ch.qk, ch.iq, i0, s);
-      put_pairs(ch.A, D, true);
-      if (p.sum) put_pairs(ch.Au, Dp, false);
+      put_pairs(0, ch.A, D, true);
+      if (p.sum) put_pairs(1, ch.Au, Dp, false);
       if (!keys) continue;
       if (!above) times_keys(x, p, ch, ch.k, ch.kk, ch.ik, i0, s);
-      put_pairs(ch.Gp, Dp, false);
+      put_pairs(p.pairs - 1, ch.Gp, Dp, false);
     }
   });
 }
 
-// keep: the matrices of pairs are those that forward keeps, where they are to be made or, in backward, lie already.
+// keep: forward keeps the matrices of pairs; in backward it has.
 inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bool backward, bool keep) {
   ch.t = t;
   ch.c = least<int64_t>(C, task.length - t);
@@ -472,12 +477,13 @@ inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bo
     if (!backward || !p.pairs) transpose_keys(p, ch, ch.k, ch.kT);
   }
   if (backward) transpose_keys(p, ch, ch.q, ch.qT);
-  if (keep && p.pairs) {
+  if (backward && p.pairs) {
     ch.A = task.pairs(p, 0, t);
     ch.Au = task.pairs(p, p.sum, t);
     ch.Gp = task.pairs(p, p.pairs - 1, t);
+  } else {
+    make_pairs(p, task, ch, keep && p.pairs);
   }
-  if (!backward || !p.pairs) make_pairs(p, ch);
   if (!p.fitted) return;
   for (int64_t i = 0; i < ch.c; ++i)
     for (int64_t j = 0; j <= i; j += W) store(ch.Ag + i * C + j, load(ch.A + i * C + j) * splat(ch.go[i]));

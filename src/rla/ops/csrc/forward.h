@@ -77,7 +77,7 @@ INLINE void predict(Tile<M>& x, const Problem& p, const Chunk& ch, const Tile<M>
   mul_rows(x, G, C, u, i0);
   if (p.delta) solve_lower<true>(x, v, diagonal, C, rate + i0, decayed_rate + i0);
   else solve_lower<false>(x, v, diagonal, C, rate + i0, decayed_rate + i0);
-  if (kept) put(kept + i0 * NR, x);
+  if (kept) put_past(kept + i0 * NR, x, NR, PASS == OUTPUT && p.past_saved);
 }
 
 template <Pass PASS, int M>
@@ -134,8 +134,8 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Stri
   put_output(o, p.dtype, a.o, task.row(o_stride, ch.t + i0, task.h) + s * NR, o_stride[1], columns, p.past);
 }
 
-// to = decay * from + k^T u, one panel [K][NR].
-inline void absorb(const Problem& p, const Chunk& ch, const float* from, float* to, const float* u, Fetch& fetch) {
+// to = decay * from + k^T u, one panel [K][NR]. copy: where it is saved too, or null.
+inline void absorb(const Problem& p, const Chunk& ch, const float* from, float* to, const float* u, float* copy, Fetch& fetch) {
   tiles(p.K, [&](auto m, int64_t d) {
     constexpr int M = decltype(m)::value;
     Tile<M> x;
@@ -143,6 +143,7 @@ inline void absorb(const Problem& p, const Chunk& ch, const float* from, float* 
     EACH(M, x.v[i][j] = decay * load(from + (d + i) * NR + j * W));
     mul_columns(x, ch.k + d, p.ldk, u, ch.c, fetch);
     put(to + d * NR, x);
+    if (copy) put_past(copy + d * NR, x, NR, p.past_saved);
   });
 }
 
@@ -181,7 +182,7 @@ inline void put_updates(uint16_t* to, const Chunk& ch, const float* uL, float fa
 }
 
 // absorb on tiles, in place, for all chunks of a group. uL: of each.
-inline void absorb_tiles(const Problem& p, const Chunk* group, int count, float* S, const float* uL, Fetch& fetch) {
+inline void absorb_tiles(const Problem& p, const Chunk* group, int count, float* S, const float* uL, float* copy, Fetch& fetch) {
   alignas(64) uint16_t b[GROUP * RIGHT];
   alignas(64) float x[DEPTH * NR];
   float decay = 1;
@@ -191,7 +192,13 @@ inline void absorb_tiles(const Problem& p, const Chunk* group, int count, float*
   }
   for (int64_t n = 0; n < p.blocks; ++n) {
     amx_multiply(x, NR, group->k16L + n * GROUP * LEFT, b, count);
-    renew(p, S, n, fetch, [&](V s, int64_t d, int j) { return splat(decay) * s + load(x + d * NR + j * W); });
+    renew(p, S, n, fetch, [&](V s, int64_t d, int j) {
+      s = splat(decay) * s + load(x + d * NR + j * W);
+      float* to = copy + (n * DEPTH + d) * NR + j * W;
+      if (copy && p.past_saved) stream(to, s);
+      else if (copy) store(to, s);
+      return s;
+    });
   }
 }
 
@@ -207,18 +214,14 @@ inline void strip_tiles(const Problem& p, const Task& task, const Chunk& ch, Str
   }
 }
 
-// Panel s of a group of chunks forward; the states' panels S and R are updated, in place but for those that are saved for backward:
-// the chunk before a segment leaves them where they are saved, and the next one finds them there.
+// Panel s of a group of chunks forward; the states' panels S and R are updated in place, and saved where a segment begins.
 inline void forward_strip(const Problem& p, const Task& task, const Chunk* group, int count, Strip& st, float* S, float* R,
                           int64_t s) {
   if (p.a.saved) st.keep(p, task, *group, s);
-  auto saved = [&](int64_t t) { return p.a.saved && task.saves(t) ? task.saved(p, t / SEGMENT) + s * p.K * NR : nullptr; };
-  float* const from = saved(group->t);
+  const int64_t next = group->t + GROUP * C;
+  float *const S_copy = task.saves(p, next) ? task.saved(p, next / SEGMENT) + s * p.K * NR : nullptr;
+  float *const R_copy = S_copy ? S_copy + p.state : nullptr;
   if constexpr (AMX) {
-    if (from) {
-      memcpy(from, S, p.K * NR * 4);
-      if (p.fitted) memcpy(from + p.state, R, p.K * NR * 4);
-    }
     for (int i = 0; i < count; ++i) {
       const Chunk& ch = group[i];
       const bool gone = i && group[i - 1].decay < GONE;
@@ -239,14 +242,12 @@ inline void forward_strip(const Problem& p, const Task& task, const Chunk* group
       put_updates(st.u16, ch, own.uL, 1 / group[i + 1].fade);
       if (p.fitted) put_updates(st.w16, ch, own.wL, 1 / group[i + 1].fade);
     }
-    absorb_tiles(p, group, count, S, st.uL, *st.fetch);
-    if (p.fitted) absorb_tiles(p, group, count, R, st.wL, *st.fetch);
+    absorb_tiles(p, group, count, S, st.uL, S_copy, *st.fetch);
+    if (p.fitted) absorb_tiles(p, group, count, R, st.wL, R_copy, *st.fetch);
   } else {
-    const float *S_in = from ? from : S, *R_in = from ? from + p.state : R;
-    float *to = saved(group->t + C), *S_out = to ? to : S, *R_out = to ? to + p.state : R;
-    strip_tiles<OUTPUT>(p, task, *group, st, S_in, R_in, s);
-    absorb(p, *group, S_in, S_out, st.uL, *st.fetch);
-    if (p.fitted) absorb(p, *group, R_in, R_out, st.wL, *st.fetch);
+    strip_tiles<OUTPUT>(p, task, *group, st, S, R, s);
+    absorb(p, *group, S, S, st.uL, S_copy, *st.fetch);
+    if (p.fitted) absorb(p, *group, R, R, st.wL, R_copy, *st.fetch);
   }
 }
 
@@ -327,10 +328,7 @@ inline void forward(const Args& a) {
   const int64_t tasks = a.N * a.HV;
   int threads = (int)a.threads;
   advise(a.o, p.tokens() * a.HV * a.V * p.bytes());
-  if (a.saved) {
-    const int64_t states = a.B * ((a.T - 1) / SEGMENT) * p.states() * p.state;
-    advise(a.saved, (states + p.tokens() * (p.pairs * C + p.strips * p.kept * NR)) * a.HV * 4);
-  }
+  advise(a.saved, p.saved() * 4);
   if ((double)p.tokens() * a.HV * p.K * p.strips * NR < SMALL) threads = 1;
   // Few sequences and heads: a thread takes a part of a head's panels, and makes for itself what they have in common. That is
   // less work than waiting for another thread to make it. A panel's arithmetic is the same either way.

@@ -326,8 +326,8 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
       Strip st = w.strip(p, task, chunks[i], i, first, s);
       strip_tiles<STATES>(p, task, chunks[i], st, S[i] + s * size, R[i] + s * size, first + s);
       if (i + 1 == count) continue;
-      absorb(p, chunks[i], S[i] + s * size, w.S[i + 1] + s * size, st.uL, *w.fetch);
-      if (p.fitted) absorb(p, chunks[i], R[i] + s * size, w.R[i + 1] + s * size, st.wL, *w.fetch);
+      absorb(p, chunks[i], S[i] + s * size, w.S[i + 1] + s * size, st.uL, nullptr, *w.fetch);
+      if (p.fitted) absorb(p, chunks[i], R[i] + s * size, w.R[i + 1] + s * size, st.wL, nullptr, *w.fetch);
     }
   }
   for (int i = count - 1; i >= 0; --i) {

@@ -51,9 +51,13 @@ template <int M, class F> INLINE void each(F&& f) {
 
 template <int M> INLINE void clear(Tile<M>& c) { EACH(M, c.v[i][j] = V{}); }
 template <int M> INLINE void get(Tile<M>& c, const float* p) { EACH(M, c.v[i][j] = load(p + i * NR + j * W)); }
-template <int M> INLINE void put(float* p, const Tile<M>& c) { EACH(M, store(p + i * NR + j * W, c.v[i][j])); }
+template <int M> INLINE void put(float* p, const Tile<M>& c, int64_t ld = NR) { EACH(M, store(p + i * ld + j * W, c.v[i][j])); }
 template <int M> INLINE void put(float* p, const Tile<M>& c, const float* scale) {
   EACH(M, store(p + i * NR + j * W, c.v[i][j] * splat(scale[i])));
+}
+template <int M> INLINE void put_past(float* p, const Tile<M>& c, int64_t ld, bool past) {  // past the caches, or not
+  if (past) EACH(M, stream(p + i * ld + j * W, c.v[i][j]));
+  else put(p, c, ld);
 }
 template <int M> INLINE void scale_rows(Tile<M>& c, const float* s) { EACH(M, c.v[i][j] *= splat(s[i])); }
 
