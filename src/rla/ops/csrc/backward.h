@@ -259,7 +259,6 @@ inline void worker_scratch(const Problem& p, Sweep& w, Finish& f, Fetch& fetch, 
     if (pass) m = Arena{scratch_own.get(m.used), 0};
     w.carve(m, p, strips);
     f.carve(m, p);
-    fetch = fetch_scratch(m, p);
   }
   w.fetch = &fetch;
 }

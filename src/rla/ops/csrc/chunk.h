@@ -225,34 +225,26 @@ struct Chunk {
   }
 };
 
-// Memory for what is fetched in a chunk: rows of four inputs and outputs, and for each chunk ahead of three inputs and what forward
-// keeps; states.
-inline Fetch fetch_scratch(Arena& m, const Problem& p) {
-  const int64_t ahead = most<int64_t>(GROUP, SEGMENT_CHUNKS);
-  const int64_t pieces = 4 * GROUP * C + ahead * (3 * C + p.pairs + p.strips * p.kept) + p.states();
-  return {(Fetch::Piece*)m.floats(pieces * (int64_t)sizeof(Fetch::Piece) / 4)};
-}
-// Rows of the chunk at t, or of more tokens from t on, far apart in memory, which the hardware does not foresee.
+// Rows of `tokens` tokens from t on, far apart in memory, which the hardware does not foresee.
 inline void fetch_rows(Fetch& f, const Problem& p, const Task& task, const void* x, const int64_t* stride, int64_t head,
-                       int64_t width, int64_t t, int64_t tokens = C) {
-  for (int64_t i = t; i < least(t + tokens, task.length); ++i)
-    f.add((const char*)x + task.row(stride, i, head) * p.bytes(), width * p.bytes());
+                       int64_t width, int64_t t, int64_t tokens) {
+  f.add((const char*)x + task.row(stride, t, head) * p.bytes(), width * p.bytes(), least(tokens, task.length - t),
+        stride[1] * p.bytes());
 }
 // Inputs of those tokens, in `count` panels from `first` on.
-inline void fetch_inputs(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count,
-                         int64_t tokens = C) {
+inline void fetch_inputs(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count, int64_t tokens) {
   const Args& a = p.a;
   const char* v = (const char*)a.v + first * NR * p.bytes();
   fetch_rows(f, p, task, a.q, a.q_stride, task.kh, p.K, t, tokens);
   fetch_rows(f, p, task, a.k, a.k_stride, task.kh, p.K, t, tokens);
   fetch_rows(f, p, task, v, a.v_stride, task.h, p.columns(first, count), t, tokens);
 }
-// What forward keeps of the chunk at t.
-inline void fetch_kept(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count) {
-  const int64_t c = least<int64_t>(C, task.length - t);
-  for (int64_t n = 0; n < p.pairs; ++n) f.add(task.pairs(p, n, t), c * C * 4);
-  for (int64_t s = first; s < first + count; ++s)
-    for (int64_t n = 0; n < p.kept; ++n) f.add(task.prediction(p, n, s, t), c * NR * 4);
+// What forward has kept of them.
+inline void fetch_kept(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t tokens) {
+  if (!p.pairs) return;
+  f.add(task.pairs(p, 0, t), tokens * C * 4, p.pairs, p.tokens() * C * 4);
+  for (int64_t n = 0; n < p.kept; ++n)
+    f.add(task.prediction(p, n, 0, t), tokens * NR * 4, p.strips, p.kept * p.tokens() * NR * 4);
 }
 // What forward will touch in the chunks at t, in `count` panels from `first` on.
 inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count) {
@@ -274,15 +266,15 @@ inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int i, int
   const int64_t stride[3] = {p.a.T * p.a.H * p.K, p.a.H * p.K, p.K};
   const int64_t v_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
   f.clear();
-  if (!p.past) fetch_rows(f, p, task, p.a.dq, stride, task.kh, p.K, t);
-  if (!p.past) fetch_rows(f, p, task, p.a.dk, stride, task.kh, p.K, t);
-  if (t) fetch_rows(f, p, task, p.a.dout, p.a.dout_stride, task.h, p.V, t - C);
-  if (t && !p.past) fetch_rows(f, p, task, p.a.dv, v_stride, task.h, p.V, t - C);
+  if (!p.past) fetch_rows(f, p, task, p.a.dq, stride, task.kh, p.K, t, C);
+  if (!p.past) fetch_rows(f, p, task, p.a.dk, stride, task.kh, p.K, t, C);
+  if (t) fetch_rows(f, p, task, p.a.dout, p.a.dout_stride, task.h, p.V, t - C, C);
+  if (t && !p.past) fetch_rows(f, p, task, p.a.dv, v_stride, task.h, p.V, t - C, C);
   if (next_t >= 0) {
-    const int64_t end = least(next.length, i + 1 == count ? next_t + SEGMENT : next_t + (i + 1) * C);
-    for (int64_t at = next_t + i * C; at < end; at += C) {
-      fetch_inputs(f, p, next, at, 0, p.strips);
-      fetch_kept(f, p, next, at, 0, p.strips);
+    const int64_t from = next_t + i * C, end = least(next.length, i + 1 == count ? next_t + SEGMENT : from + C);
+    if (from < end) {
+      fetch_inputs(f, p, next, from, 0, p.strips, end - from);
+      fetch_kept(f, p, next, from, end - from);
     }
     const int64_t size = p.states() * p.state / NR / count * NR;
     if (next_t) f.add(next.saved(p, next_t / SEGMENT) + i * size, size * 4);

@@ -286,7 +286,6 @@ inline void forward_task(const Problem& p, int64_t n, int64_t h, int64_t heads, 
     if (pass) m = Arena{scratch_own.get(m.used), 0};
     for (int i = 0; i < GROUP; ++i) group[i].carve(m, p, false, i ? group + i - 1 : nullptr);
     st = forward_scratch(m);
-    fetch = fetch_scratch(m, p);
     S = m.floats(heads * count * p.panel);
     R = m.floats(heads * count * p.panel);
   }

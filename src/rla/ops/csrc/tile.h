@@ -64,28 +64,35 @@ template <int M> INLINE void scale_rows(Tile<M>& c, const float* s) { EACH(M, c.
 // Memory that will be needed: its lines are asked for one by one in the middle of products. Asked for all at once they
 // would wait for each other, and the products for them.
 struct Fetch {
-  struct Piece {
-    const char *begin, *end;
+  struct Piece {  // rows of so many bytes, `step` apart
+    const char* begin;
+    int64_t bytes, step, rows;
   };
-  Piece* pieces = nullptr;
-  int64_t count = 0, at = 0, lines = 0, share = 0;  // share: lines to ask for at a time
-  Piece now = {};
+  static constexpr int MOST = 12;
+  Piece pieces[MOST], now = {};
+  const char *at = nullptr, *end = nullptr;  // of a row
+  int64_t count = 0, index = 0, lines = 0, share = 0;  // share: lines to ask for at a time
 
-  void clear() { now = {}, count = at = lines = share = 0; }
-  void add(const void* p, int64_t bytes) {
-    pieces[count++] = {(const char*)p, (const char*)p + bytes};
-    lines += (bytes + 63) / 64;
+  void clear() { now.rows = count = index = lines = share = 0, at = end = nullptr; }
+  void add(const void* p, int64_t bytes, int64_t rows = 1, int64_t step = 0) {
+    if (rows > 0) pieces[count++] = {(const char*)p, bytes, step, rows}, lines += (bytes + 63) / 64 * rows;
   }
   // Spread the lines over so many calls of next.
   void spread(int64_t calls) { share = (lines + calls - 1) / calls; }
+  // The next row, if there is one.
+  INLINE bool row() {
+    if (!now.rows) {
+      if (index == count) return false;
+      now = pieces[index++];
+    }
+    at = now.begin, end = at + now.bytes;
+    now.begin += now.step, --now.rows;
+    return true;
+  }
   INLINE void next() {
-    for (int64_t n = share; n; --n) {
-      if (now.begin >= now.end) {
-        if (at == count) return;
-        now = pieces[at++];
-      }
-      __builtin_prefetch(now.begin, 0, 2);
-      now.begin += 64;
+    for (int64_t n = share; n; --n, at += 64) {
+      if (at >= end && !row()) return;
+      __builtin_prefetch(at, 0, 2);
     }
   }
 };
