@@ -198,7 +198,7 @@ class Emulator:
                 host += PAGE
         for host, guest in self.tables.commit(TABLES):
             bochs.memory.page_insert(guest, host)
-        self.panel, self.segment, self.chunk = (self.run(f"rla_{x}") for x in ("panel", "segment", "chunk"))
+        self.panel, self.chunk = (self.run(f"rla_{x}") for x in ("panel", "chunk"))
         self.isa = image[self.run("rla_isa") - IMAGE :].split(b"\0")[0].decode()
         self.forward, self.backward, self.step = (partial(self.call, f"rla_{x}") for x in ("forward", "backward", "step"))
 
@@ -266,6 +266,7 @@ class Emulator:
             rule="delta" if a.delta else "additive",
             has_residual=a.correction != corrections["none"],
             has_R=a.correction == corrections["fitted"],
+            gate_output=bool(a.gate_output),
         )
         saved = self.native.saved_shape(q, v, a.N, method)
         return sizes | {"cu_seqlens": 8 * (a.N + 1), "saved": 4 * Size(saved).numel()}

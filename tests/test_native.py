@@ -107,6 +107,24 @@ def test_largest_sizes(size):
 
 
 @built
+@pytest.mark.parametrize(("name", "size", "dtype", "tokens"), [
+    ("rdn", 64, torch.float32, 32),
+    ("gdn", 128, torch.float32, 32),
+    ("rla", 128, torch.float32, 64),
+    ("gdn", 256, torch.float32, 64),
+    ("rdn", 256, torch.float32, 128),
+    ("sgla", 64, torch.bfloat16, 64),
+    ("rla", 256, torch.bfloat16, 128),
+])  # fmt: skip
+def test_segments_of_every_length(name, size, dtype, tokens):
+    """The larger the states, the more tokens lie between those that are saved; a chunk, two and four, with a part at the end."""
+    method = ALL[name]
+    assert native._segment(size, size, 1 + method.has_R, dtype) == tokens
+    assert_agrees(method, Case(B=1, T=290, H=1, K=size, V=size, state=True), "native", dtype)
+    assert_agrees(method, Case(lengths=(129, 1, 128, 33), H=2, K=size, V=size), "native", dtype)
+
+
+@built
 def test_refusals_name_what_came():
     q = torch.randn(1, 4, 1, 8)
     with pytest.raises(ValueError, match=r"can't serve this call: .*float64"):

@@ -7,8 +7,8 @@ in float32; they use as many threads as torch would, and give the same bits for 
 On CPUs with AMX the forward of bfloat16 rounds states and updates to bfloat16 where they enter large products; triangular
 systems, sums and backward stay in float32. The first such call tries AMX in a child process: see `amx`.
 
-`saved`, what forward leaves for backward, holds the states at every 128th token and, of float32 inputs, what S and R predict
-for every token and a token's products with the keys of its chunk: backward computes the rest again.
+`saved`, what forward leaves for backward, holds the states where a segment of tokens begins and, of float32 inputs, what S and R
+predict for every token and a token's products with the keys of its chunk: backward computes the rest again.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _FLOAT = torch.float32
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CORRECTIONS = {"none": 0, "token": 1, "fitted": 2}
 _LOSSES = {"l2": 0, "huber": 1, "logcosh": 2}
-_ARGS = struct.Struct("=50qd")  # struct Args in csrc/args.h: 24 pointers, 7 sizes, 12 strides, 7 switches, the clip
-_POINTERS, _REST = struct.Struct("=24q"), struct.Struct("=26qd")  # the same in two parts
+_ARGS = struct.Struct("=51qd")  # struct Args in csrc/args.h: 24 pointers, 7 sizes, 12 strides, 8 switches, the clip
+_POINTERS, _REST = struct.Struct("=24q"), struct.Struct("=27qd")  # the same in two parts
 _POSITIVE = "log_alpha: expected values <= 0, natural logarithms of decays in [0, 1]; got a positive one"
 
 
@@ -69,7 +69,6 @@ class _Library:
         self.path, self.library = path, library
         self.isa: str = library.rla_isa().decode()
         self.panel: int = library.rla_panel()
-        self.segment: int = library.rla_segment()
         self.chunk: int = library.rla_chunk()
         for name in ("forward", "backward", "step"):
             function = getattr(library, f"rla_{name}")
@@ -142,12 +141,25 @@ def refuses(device: str, dtype: torch.dtype, K: int, V: int, vector: bool) -> st
     return "native has no vector decay" if vector else None
 
 
+def _segment(K: int, V: int, states: int, dtype: torch.dtype) -> int:
+    """How many tokens lie between states that are saved: so many that these are no more numbers than q, k, v and o.
+
+    With fewer tokens backward computes less again, and both passes move more memory. Multiples of a chunk; of two, which AMX takes
+    at a time, for half precision.
+    """
+    segment = _library().chunk * (1 if dtype is _FLOAT else 2)
+    while states * K * V > segment * 2 * (K + V):
+        segment *= 2
+    return segment
+
+
 def saved_shape(q: Tensor, v: Tensor, N: int, method: Method) -> tuple[int, ...]:
     """The shape of `saved`. A packed sequence of l tokens fills (l - 1) // segment slots, so T // segment are enough."""
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
     library = _library()
+    segment = _segment(K, V, 1 + method.has_R, q.dtype)
     width = -(-V // library.panel) * library.panel
-    slots = T // library.segment if N != B else B * (max(T - 1, 0) // library.segment)
+    slots = T // segment if N != B else B * (max(T - 1, 0) // segment)
     kept = 0
     if q.dtype is _FLOAT:
         delta = method.rule == "delta"
@@ -209,7 +221,7 @@ def _call(
     packed = _ARGS.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if do is None else do.data_ptr(), *pointers,
         B, T, H, HV, K, V, N, q0, q1, q2, k0, k1, k2, v0, v1, v2, d0, d1, d2,
-        _DTYPES[q.dtype], *words, torch.get_num_threads(), clip,
+        _DTYPES[q.dtype], *words, torch.get_num_threads(), _segment(K, V, 1 + method.has_R, q.dtype), clip,
     )  # fmt: skip
     function: Callable[[bytes], int] = getattr(_library(), name)
     return function(packed)
@@ -338,7 +350,7 @@ def _plan(method: Method, q: tuple[int, ...], v: tuple[int, ...], threads: int) 
         return None
     words, clip = _switches(method)
     strides = (H * K, H * K, K, H * K, H * K, K, HV * V, HV * V, V, 0, 0, 0)
-    rest = _REST.pack(B, 1, H, HV, K, V, B, *strides, _DTYPES[torch.float32], *words, threads, clip)
+    rest = _REST.pack(B, 1, H, HV, K, V, B, *strides, _DTYPES[torch.float32], *words, threads, 0, clip)
     tied = method.gamma == "tied" and method.has_residual
     gates = (method.decay != "none", method.rate != "one", method.has_residual and not tied)
     lies = (HV * K * V, K * V, 1, K)

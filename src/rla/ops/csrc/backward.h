@@ -187,15 +187,15 @@ inline void finish_rows(const Problem& p, const Task& task, const Chunk& ch, con
 
 // The memory of a sequence of one key head, or of several that are taken together.
 struct Lane {
-  Chunk chunks[SEGMENT_CHUNKS];
-  Part parts[4][SEGMENT_CHUNKS];
-  float *dqT[SEGMENT_CHUNKS], *dkT[SEGMENT_CHUNKS];
+  Chunk chunks[MOST_CHUNKS];
+  Part parts[4][MOST_CHUNKS];
+  float *dqT[MOST_CHUNKS], *dkT[MOST_CHUNKS];
   float* adjoint;  // [heads][S and R][state], of value heads
 
   void carve(Arena& m, const Problem& p, int64_t blocks, int64_t heads, bool split) {
     // of chunks that are finished one by one, parts and gradients share their memory
     const bool parts_last = split || blocks > 1, keys_last = split || p.a.HV > p.a.H;
-    for (int i = 0; i < SEGMENT_CHUNKS; ++i) {
+    for (int i = 0; i < p.segment / C; ++i) {
       chunks[i].carve(m, p, true);
       for (int64_t b = 0; b < blocks; ++b) {
         if (i == 0 || parts_last) parts[b][i].carve(m, p);
@@ -216,7 +216,7 @@ struct Steps {
 
   Task task(int64_t lane, int64_t g) const { return Task(p, lane / p.a.H, lane % p.a.H * G + g); }
   int count(const Task& t, int64_t segment) const {
-    return segment >= t.segments() ? 0 : (int)((least<int64_t>(SEGMENT, t.length - segment * SEGMENT) + C - 1) / C);
+    return segment >= t.segments() ? 0 : (int)((least<int64_t>(p.segment, t.length - segment * p.segment) + C - 1) / C);
   }
   int64_t first_panel(int64_t b) const { return p.strips * b / blocks; }
 
@@ -232,7 +232,7 @@ struct Steps {
     if (p.a.dR0 && p.fitted) unpack_state(p, d + p.state, state_of(p, p.a.dR0, t), s);
   }
   void prepare(Lane& l, const Task& t, int64_t segment, int i) const {
-    RLA_ISA::prepare(p, t, l.chunks[i], segment * SEGMENT + i * C, true, true);
+    RLA_ISA::prepare(p, t, l.chunks[i], segment * p.segment + i * C, true, true);
   }
   template <class F, class G>
   void sweep(Lane& l, const Task& t, int64_t segment, int64_t at, int64_t b, const Sweep& w, const Task& next, int64_t next_t,
@@ -245,8 +245,8 @@ struct Steps {
   void finish(Lane& l, const Task& t, int64_t g, int i, const Finish& f) const {
     const Chunk& ch = l.chunks[i];
     const Part* parts = &l.parts[0][i];
-    finish_pairs(p, t, ch, parts, SEGMENT_CHUNKS, blocks, f);
-    finish_keys(p, ch, parts, SEGMENT_CHUNKS, blocks, f, l.dqT[i], l.dkT[i], g == 0);
+    finish_pairs(p, t, ch, parts, MOST_CHUNKS, blocks, f);
+    finish_keys(p, ch, parts, MOST_CHUNKS, blocks, f, l.dqT[i], l.dkT[i], g == 0);
     if (g + 1 < G) return;
     finish_rows(p, t, ch, f, l.dqT[i], ch.q, ch.iq, p.a.dq);
     finish_rows(p, t, ch, f, l.dkT[i], ch.k, ch.ik, p.a.dk);
@@ -273,7 +273,7 @@ inline void backward_task(const Steps& steps, Lane& l, int64_t lane, int64_t hea
   for (int64_t segment = task(0).segments() - 1; segment >= 0; --segment) {
     for (int64_t at = 0; at < count; ++at) {
       const Task t = task(at), next = task((at + 1) % count);
-      const int64_t next_t = (at + 1 < count ? segment : segment - 1) * SEGMENT;
+      const int64_t next_t = (at + 1 < count ? segment : segment - 1) * p.segment;
       for (int64_t b = 0; b < steps.blocks; ++b)
         steps.sweep(l, t, segment, at, b, w, next, next_t, [&](int i) { if (b == 0) steps.prepare(l, t, segment, i); },
                     [&](int i) { if (b + 1 == steps.blocks) steps.finish(l, t, at % steps.G, i, f); });
@@ -295,7 +295,7 @@ inline void backward_split(const Steps& steps, Lane* lanes, int64_t count, int t
     Finish f;
     Fetch fetch;
     worker_scratch(p, w, f, fetch, (p.strips + steps.blocks - 1) / steps.blocks);
-    const int64_t panels = count * steps.G * p.strips, chunks = count * SEGMENT_CHUNKS, blocks = count * steps.blocks;
+    const int64_t panels = count * steps.G * p.strips, most_chunks = p.segment / C, chunks = count * most_chunks, blocks = count * steps.blocks;
 #pragma omp for
     for (int64_t i = 0; i < panels; ++i) {
       const int64_t n = i / p.strips / steps.G, g = i / p.strips % steps.G;
@@ -305,7 +305,7 @@ inline void backward_split(const Steps& steps, Lane* lanes, int64_t count, int t
       for (int64_t g = 0; g < steps.G; ++g) {
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < chunks; ++i) {
-          const int64_t n = i / SEGMENT_CHUNKS, at = i % SEGMENT_CHUNKS;
+          const int64_t n = i / most_chunks, at = i % most_chunks;
           const Task t = steps.task(n, g);
           if (at < steps.count(t, segment)) steps.prepare(lanes[n], t, segment, (int)at);
         }
@@ -314,11 +314,11 @@ inline void backward_split(const Steps& steps, Lane* lanes, int64_t count, int t
           const int64_t n = i / steps.blocks;
           const Task t = steps.task(n, g);
           if (steps.count(t, segment))
-            steps.sweep(lanes[n], t, segment, g, i % steps.blocks, w, t, (segment - 1) * SEGMENT, [](int) {}, [](int) {});
+            steps.sweep(lanes[n], t, segment, g, i % steps.blocks, w, t, (segment - 1) * p.segment, [](int) {}, [](int) {});
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < chunks; ++i) {
-          const int64_t n = i / SEGMENT_CHUNKS, at = i % SEGMENT_CHUNKS;
+          const int64_t n = i / most_chunks, at = i % most_chunks;
           const Task t = steps.task(n, g);
           if (at < steps.count(t, segment)) steps.finish(lanes[n], t, g, (int)at, f);
         }

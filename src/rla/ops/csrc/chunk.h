@@ -22,15 +22,13 @@ namespace RLA_ISA {
 #define RLA_CHUNK 32
 #endif
 constexpr int C = RLA_CHUNK;
-constexpr int SEGMENT = 64;  // backward starts from states saved every SEGMENT tokens
-constexpr int64_t SEGMENT_CHUNKS = SEGMENT / C;
+constexpr int64_t MOST_CHUNKS = 128 / C;  // of a segment
 constexpr int CP = C / NR;    // panels of a chunk's tokens
 // Chunks that forward takes together. With AMX two: to bring a state up to date costs more than all products with it, so what the
 // first chunk leaves in it reaches the second by products of their tokens, and both are absorbed at once.
 constexpr int GROUP = AMX ? 2 : 1;
-static_assert(C % NR == 0 && SEGMENT % C == 0, "a chunk is made of whole panels, a segment of whole chunks");
+static_assert(C % NR == 0, "a chunk is made of whole panels");
 static_assert(!AMX || C == 32, "products on AMX tiles have 32 rows");
-static_assert(SEGMENT % (GROUP * C) == 0, "states are saved where they are up to date");
 
 constexpr float NORM_EPS = 1e-6f;
 constexpr int64_t PAST = 4 << 20;  // bytes of the output, the gradients or what is saved above which they are written past the caches
@@ -115,6 +113,7 @@ struct Problem {
   int64_t kept, pairs;  // predictions and matrices of pairs that forward keeps for backward; not of half precision, where they
                         // would be larger than q
   int64_t blocks;  // of K, in operands of AMX
+  int64_t segment;  // tokens, a multiple of GROUP * C: states are saved where they are up to date
   int64_t panel;   // floats of a panel of a running state; with AMX its right operand follows it
   bool past;       // o, or dq, dk and dv, are too large to stay in the caches and are written past them: nothing is read to be overwritten
   bool past_saved;  // and so is what forward saves
@@ -130,6 +129,7 @@ struct Problem {
     sum = residual && !a.gate_output;
     dtype = (int)a.dtype;
     state = strips * K * NR;
+    segment = a.segment;
     kept = dtype != F32 ? 0 : (delta || residual) + (delta && fitted);
     pairs = dtype != F32 ? 0 : 1 + sum + (delta || residual);
     blocks = (K + DEPTH - 1) / DEPTH;
@@ -137,13 +137,13 @@ struct Problem {
     const bool aligned = ((size_t)a.o | (size_t)a.dq | (size_t)a.dk | (size_t)a.dv) % (4 * W) == 0;
     const bool whole = dtype == F32 ? K % W == 0 && V % W == 0 : AMX && V % NR == 0;  // of half precision the output alone
     past = whole && aligned && tokens() * ((a.dq ? 2 * a.H * K : 0) + a.HV * V) * bytes() > PAST;
-    past_saved = (size_t)a.saved % (4 * W) == 0 && saved() * 4 > PAST;
+    past_saved = a.saved && (size_t)a.saved % (4 * W) == 0 && saved() * 4 > PAST;
   }
   int64_t states() const { return fitted ? 2 : 1; }
   int64_t tokens() const { return a.B * a.T; }
   int64_t kept_floats() const { return a.HV * tokens() * (pairs * C + strips * kept * NR); }
   int64_t saved() const {  // floats of all that forward saves
-    const int64_t slots = a.cu_seqlens ? a.T / SEGMENT : a.B * ((a.T - 1) / SEGMENT);
+    const int64_t slots = a.N != a.B ? a.T / segment : a.B * ((a.T - 1) / segment);
     return kept_floats() + slots * a.HV * states() * state;
   }
   int64_t columns(int64_t first, int64_t count) const { return least(V, (first + count) * NR) - first * NR; }  // of panels
@@ -152,8 +152,8 @@ struct Problem {
 
 // A sequence of one value head.
 struct Task {
-  int64_t n, b, h, kh, start, length;  // sequence, batch row, value head, key head, first token, tokens
-  Task(const Problem& p, int64_t n_, int64_t h_) : n(n_), h(h_) {
+  int64_t n, b, h, kh, start, length, segment;  // sequence, batch row, value head, key head, first token, tokens; tokens of a segment
+  Task(const Problem& p, int64_t n_, int64_t h_) : n(n_), h(h_), segment(p.segment) {
     const Args& a = p.a;
     kh = h / (a.HV / a.H);
     b = a.cu_seqlens ? 0 : n;
@@ -161,7 +161,7 @@ struct Task {
     length = a.cu_seqlens ? a.cu_seqlens[n + 1] - start : a.T;
   }
   int64_t chunks() const { return (length + C - 1) / C; }
-  int64_t segments() const { return (length + SEGMENT - 1) / SEGMENT; }
+  int64_t segments() const { return (length + segment - 1) / segment; }
   int64_t row(const int64_t* stride, int64_t t, int64_t head) const {
     return b * stride[0] + (start + t) * stride[1] + head * stride[2];
   }
@@ -177,10 +177,10 @@ struct Task {
     return predictions + (((h * p.strips + s) * p.kept + n) * p.tokens() + b * p.a.T + start + t) * NR;
   }
   // Whether forward saves the states that the chunk at t begins with.
-  bool saves(const Problem& p, int64_t t) const { return p.a.saved && t > 0 && t < length && t % SEGMENT == 0; }
-  // The states of segment s >= 1. Sequences cannot collide: one with l tokens has (l - 1) / SEGMENT of them.
+  bool saves(const Problem& p, int64_t t) const { return p.a.saved && t > 0 && t < length && t % segment == 0; }
+  // The states of segment s >= 1. Sequences cannot collide: one with l tokens has (l - 1) / segment of them.
   float* saved(const Problem& p, int64_t s) const {
-    int64_t base = p.a.cu_seqlens ? start / SEGMENT : b * (segments() - 1);
+    int64_t base = p.a.cu_seqlens ? start / segment : b * (segments() - 1);
     return p.a.saved + p.kept_floats() + ((base + s - 1) * p.a.HV + h) * p.states() * p.state;
   }
 };
@@ -271,13 +271,13 @@ inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int i, int
   if (t) fetch_rows(f, p, task, p.a.dout, p.a.dout_stride, task.h, p.V, t - C, C);
   if (t && !p.past) fetch_rows(f, p, task, p.a.dv, v_stride, task.h, p.V, t - C, C);
   if (next_t >= 0) {
-    const int64_t from = next_t + i * C, end = least(next.length, i + 1 == count ? next_t + SEGMENT : from + C);
+    const int64_t from = next_t + i * C, end = least(next.length, i + 1 == count ? next_t + p.segment : from + C);
     if (from < end) {
       fetch_inputs(f, p, next, from, 0, p.strips, end - from);
       fetch_kept(f, p, next, from, end - from);
     }
     const int64_t size = p.states() * p.state / NR / count * NR;
-    if (next_t) f.add(next.saved(p, next_t / SEGMENT) + i * size, size * 4);
+    if (next_t) f.add(next.saved(p, next_t / p.segment) + i * size, size * 4);
   }
   // with each state k dS, S do^T, dS u^T; S dkS^T
   const int64_t products = 3 * p.states() + (p.delta || p.residual) + (p.delta && p.fitted);

@@ -19,11 +19,10 @@
   int64_t rla_backward_##isa(const Args*);   \
   int64_t rla_step_##isa(const Args*);       \
   int64_t rla_panel_##isa();               \
-  int64_t rla_segment_##isa();             \
   int64_t rla_chunk_##isa();               \
   }
 #define ENTRY(isa) \
-  { #isa, rla_forward_##isa, rla_backward_##isa, rla_step_##isa, rla_panel_##isa, rla_segment_##isa, rla_chunk_##isa }
+  { #isa, rla_forward_##isa, rla_backward_##isa, rla_step_##isa, rla_panel_##isa, rla_chunk_##isa }
 
 DECLARE(portable)
 #ifdef RLA_X86
@@ -45,7 +44,6 @@ struct Isa {
   int64_t (*backward)(const Args*);
   int64_t (*step)(const Args*);
   int64_t (*panel)();
-  int64_t (*segment)();
   int64_t (*chunk)();
 };
 
@@ -124,7 +122,6 @@ API int64_t rla_forward(const Args* a) {
 API int64_t rla_backward(const Args* a) { return isa().backward(a); }
 API int64_t rla_step(const Args* a) { return isa().step(a); }
 API int64_t rla_panel() { return isa().panel(); }
-API int64_t rla_segment() { return isa().segment(); }
 API int64_t rla_chunk() { return isa().chunk(); }
 API int64_t rla_args_size() { return sizeof(Args); }
 API const char* rla_isa() { return isa().name; }

@@ -219,7 +219,7 @@ inline void forward_strip(const Problem& p, const Task& task, const Chunk* group
                           int64_t s) {
   if (p.a.saved) st.keep(p, task, *group, s);
   const int64_t next = group->t + GROUP * C;
-  float *const S_copy = task.saves(p, next) ? task.saved(p, next / SEGMENT) + s * p.K * NR : nullptr;
+  float *const S_copy = task.saves(p, next) ? task.saved(p, next / p.segment) + s * p.K * NR : nullptr;
   float *const R_copy = S_copy ? S_copy + p.state : nullptr;
   if constexpr (AMX) {
     for (int i = 0; i < count; ++i) {
@@ -327,7 +327,7 @@ inline void forward(const Args& a) {
   const int64_t tasks = a.N * a.HV;
   int threads = (int)a.threads;
   advise(a.o, p.tokens() * a.HV * a.V * p.bytes());
-  advise(a.saved, p.saved() * 4);
+  if (a.saved) advise(a.saved, p.saved() * 4);
   if ((double)p.tokens() * a.HV * p.K * p.strips * NR < SMALL) threads = 1;
   // Few sequences and heads: a thread takes a part of a head's panels, and makes for itself what they have in common. That is
   // less work than waiting for another thread to make it. A panel's arithmetic is the same either way.

@@ -18,7 +18,6 @@ int64_t JOIN(rla_check_, RLA_ISA)() { return RLA_ISA::amx_check(); }
 int64_t JOIN(rla_backward_, RLA_ISA)(const Args* a) { return RLA_ISA::backward(*a), 0; }
 int64_t JOIN(rla_step_, RLA_ISA)(const Args* a) { return RLA_ISA::step(*a); }
 int64_t JOIN(rla_panel_, RLA_ISA)() { return RLA_ISA::NR; }
-int64_t JOIN(rla_segment_, RLA_ISA)() { return RLA_ISA::SEGMENT; }
 int64_t JOIN(rla_chunk_, RLA_ISA)() { return RLA_ISA::C; }
 #endif
 }

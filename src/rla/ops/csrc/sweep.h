@@ -35,8 +35,8 @@ enum { SUM_BETA, SUM_GAMMA, SUM_DELTA, SUM_ERROR, SUM_R, SUM_KD, SUMS };
 
 // Memory of one worker: panels of the block's columns, [columns / NR][C][NR] each.
 struct Sweep {
-  float *pS[SEGMENT_CHUNKS], *pR[SEGMENT_CHUNKS];  // not used where forward has kept them
-  float *S[SEGMENT_CHUNKS], *R[SEGMENT_CHUNKS];  // incoming states of the chunks, panels of the block's columns; the first of a
+  float *pS[MOST_CHUNKS], *pR[MOST_CHUNKS];  // not used where forward has kept them
+  float *S[MOST_CHUNKS], *R[MOST_CHUNKS];  // incoming states of the chunks, panels of the block's columns; the first of a
                                                  // later segment are those that forward has saved
   float *u, *w, *uL, *wL, *x, *y, *e;            // [C][NR]: of one panel of one chunk
   float *dout, *dou, *dow;                       // do times 1, eu, E go
@@ -47,7 +47,7 @@ struct Sweep {
 
   void carve(Arena& m, const Problem& p, int64_t strips) {
     int64_t n = strips * C * NR;
-    for (int i = 0; i < SEGMENT_CHUNKS; ++i) {
+    for (int i = 0; i < p.segment / C; ++i) {
       for (float** a : {&pS[i], &pR[i]}) *a = m.floats(p.kept ? 0 : n);
       S[i] = m.floats(strips * p.K * NR);
       R[i] = m.floats(p.fitted ? strips * p.K * NR : 0);
@@ -307,7 +307,7 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
   const bool predicts = p.delta || p.residual;
   dS += first * size;
   dR += first * size;
-  const float *S[SEGMENT_CHUNKS], *R[SEGMENT_CHUNKS];
+  const float *S[MOST_CHUNKS], *R[MOST_CHUNKS];
   for (int i = 0; i < count; ++i) S[i] = w.S[i], R[i] = w.R[i];
   if (segment == 0) {
     for (int64_t s = 0; s < strips; ++s) {
