@@ -1,5 +1,6 @@
 """The native kernels beyond agreement: threads, instruction sets, denormals, sizes, a stale or missing library."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -107,19 +108,21 @@ def test_largest_sizes(size):
 
 
 @built
-@pytest.mark.parametrize(("name", "size", "dtype", "tokens"), [
-    ("rdn", 64, torch.float32, 32),
-    ("gdn", 128, torch.float32, 32),
-    ("rla", 128, torch.float32, 64),
-    ("gdn", 256, torch.float32, 64),
-    ("rdn", 256, torch.float32, 128),
-    ("sgla", 64, torch.bfloat16, 64),
-    ("rla", 256, torch.bfloat16, 128),
+@pytest.mark.parametrize(("name", "size", "dtype", "every"), [
+    ("rdn", 64, torch.float32, (32, 32)),
+    ("gdn", 128, torch.float32, (32, 32)),
+    ("rla", 128, torch.float32, (32, 64)),
+    ("rdn", 128, torch.float32, (64, 64)),
+    ("rla", 256, torch.float32, (64, 128)),
+    ("rdn", 256, torch.float32, (128, 128)),
+    ("sgla", 64, torch.bfloat16, (64, 64)),
+    ("rla", 256, torch.bfloat16, (128, 128)),
 ])  # fmt: skip
-def test_segments_of_every_length(name, size, dtype, tokens):
-    """The larger the states, the more tokens lie between those that are saved; a chunk, two and four, with a part at the end."""
+def test_states_are_saved_as_often_as_memory_allows(name, size, dtype, every):
+    """Of a segment of one, two and four chunks backward has some states and computes the others again."""
     method = ALL[name]
-    assert native._segment(size, size, 1 + method.has_R, dtype) == tokens
+    if native.isa() == "avx512":  # others have panels of another width
+        assert native._every(size, size, method, dtype) == every
     assert_agrees(method, Case(B=1, T=290, H=1, K=size, V=size, state=True), "native", dtype)
     assert_agrees(method, Case(lengths=(129, 1, 128, 33), H=2, K=size, V=size), "native", dtype)
 
@@ -135,11 +138,13 @@ def test_refusals_name_what_came():
 
 @built
 def test_memory_of_forward_and_backward():
-    """Saved for backward: at most 0.82 of q, k, v, o and their gradients, for any method; o and gradients are another half."""
-    q = torch.empty(1, 4096, 16, 128, device="meta")
-    for name in ("sgla", "rdn"):
-        saved = 4 * torch.Size(native.saved_shape(q, q, 1, ALL[name])).numel()
-        assert 0 < saved <= 0.82 * 8 * 4 * q.numel()
+    """Saved for backward: no more than q, k, v, o and their gradients, for any method; o and gradients are another half."""
+    for dtype, size in itertools.product((torch.float32, torch.bfloat16), (64, 96, 128, 200, 256)):
+        q = torch.empty(1, 4096, 16, size, device="meta", dtype=dtype)
+        for name in ("sgla", "gdn", "rla", "rdn", "rdn-sum"):
+            saved = 4 * torch.Size(native.saved_shape(q, q, 1, ALL[name])).numel()
+            assert 0 < saved <= 8 * dtype.itemsize * q.numel(), (name, dtype, size)
+            assert max(native._every(size, size, ALL[name], dtype)) <= 128
 
 
 @pytest.mark.parametrize(("change", "says"), [("stale", "built from other sources"), ("absent", "not built")])

@@ -7,8 +7,8 @@ in float32; they use as many threads as torch would, and give the same bits for 
 On CPUs with AMX the forward of bfloat16 rounds states and updates to bfloat16 where they enter large products; triangular
 systems, sums and backward stay in float32. The first such call tries AMX in a child process: see `amx`.
 
-`saved`, what forward leaves for backward, holds the states where a segment of tokens begins and, of float32 inputs, what S and R
-predict for every token and a token's products with the keys of its chunk: backward computes the rest again.
+`saved`, what forward leaves for backward, holds states of some tokens and, of float32 inputs, what S and R predict
+for every token and a token's products with the keys of its chunk: backward computes the rest again.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _FLOAT = torch.float32
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CORRECTIONS = {"none": 0, "token": 1, "fitted": 2}
 _LOSSES = {"l2": 0, "huber": 1, "logcosh": 2}
-_ARGS = struct.Struct("=51qd")  # struct Args in csrc/args.h: 24 pointers, 7 sizes, 12 strides, 8 switches, the clip
-_POINTERS, _REST = struct.Struct("=24q"), struct.Struct("=27qd")  # the same in two parts
+_ARGS = struct.Struct("=52qd")  # struct Args in csrc/args.h: 24 pointers, 7 sizes, 12 strides, 9 switches, the clip
+_POINTERS, _REST = struct.Struct("=24q"), struct.Struct("=28qd")  # the same in two parts
 _POSITIVE = "log_alpha: expected values <= 0, natural logarithms of decays in [0, 1]; got a positive one"
 
 
@@ -141,32 +141,42 @@ def refuses(device: str, dtype: torch.dtype, K: int, V: int, vector: bool) -> st
     return "native has no vector decay" if vector else None
 
 
-def _segment(K: int, V: int, states: int, dtype: torch.dtype) -> int:
-    """How many tokens lie between states that are saved: so many that these are no more numbers than q, k, v and o.
+def _kept(V: int, method: Method, dtype: torch.dtype) -> int:
+    """Numbers that forward keeps for backward of a token and value head, beside states."""
+    if dtype is not _FLOAT:
+        return 0
+    library = _library()
+    delta = method.rule == "delta"
+    predicts = delta or method.has_residual
+    plain_sum = method.has_residual and not method.gate_output
+    return (1 + plain_sum + predicts) * library.chunk + (predicts + (delta and method.has_R)) * _width(V)
 
-    With fewer tokens backward computes less again, and both passes move more memory. Multiples of a chunk; of two, which AMX takes
-    at a time, for half precision.
+
+def _width(V: int) -> int:
+    """V, rounded up to whole panels."""
+    panel = _library().panel
+    return -(-V // panel) * panel
+
+
+def _every(K: int, V: int, method: Method, dtype: torch.dtype) -> tuple[int, int]:
+    """How many tokens lie between the S that are saved, and the R.
+
+    As few as go with q, k, v, o and their gradients taking no less memory than what is saved: the fewer, the less backward computes
+    again. Whole chunks; two, which AMX takes at a time, for half precision.
     """
-    segment = _library().chunk * (1 if dtype is _FLOAT else 2)
-    while states * K * V > segment * 2 * (K + V):
-        segment *= 2
-    return segment
+    S = R = _library().chunk * (1 if dtype is _FLOAT else 2)
+    state, kept, room = K * _width(V), _kept(V, method, dtype), 4 * (K + V) * dtype.itemsize // 4
+    while state / S + method.has_R * state / R > max(room - kept, K + V):
+        S, R = (S, 2 * R) if method.has_R and S == R else (2 * S, max(2 * S, R))
+    return S, R
 
 
 def saved_shape(q: Tensor, v: Tensor, N: int, method: Method) -> tuple[int, ...]:
-    """The shape of `saved`. A packed sequence of l tokens fills (l - 1) // segment slots, so T // segment are enough."""
+    """The shape of `saved`. A packed sequence of l tokens fills (l - 1) // every slots, so T // every are enough."""
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
-    library = _library()
-    segment = _segment(K, V, 1 + method.has_R, q.dtype)
-    width = -(-V // library.panel) * library.panel
-    slots = T // segment if N != B else B * (max(T - 1, 0) // segment)
-    kept = 0
-    if q.dtype is _FLOAT:
-        delta = method.rule == "delta"
-        predicts = delta or method.has_residual
-        plain_sum = method.has_residual and not method.gate_output
-        kept = (1 + plain_sum + predicts) * library.chunk + (predicts + (delta and method.has_R)) * width
-    return (HV * (B * T * kept + slots * (1 + method.has_R) * K * width),)
+    every = _every(K, V, method, q.dtype)
+    S, R = (T // n if N != B else B * (max(T - 1, 0) // n) for n in every)
+    return (HV * (B * T * _kept(V, method, q.dtype) + (S + method.has_R * R) * K * _width(V)),)
 
 
 def _pointer(x: Tensor | None) -> int:
@@ -221,7 +231,7 @@ def _call(
     packed = _ARGS.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if do is None else do.data_ptr(), *pointers,
         B, T, H, HV, K, V, N, q0, q1, q2, k0, k1, k2, v0, v1, v2, d0, d1, d2,
-        _DTYPES[q.dtype], *words, torch.get_num_threads(), _segment(K, V, 1 + method.has_R, q.dtype), clip,
+        _DTYPES[q.dtype], *words, torch.get_num_threads(), *_every(K, V, method, q.dtype), clip,
     )  # fmt: skip
     function: Callable[[bytes], int] = getattr(_library(), name)
     return function(packed)
@@ -350,7 +360,7 @@ def _plan(method: Method, q: tuple[int, ...], v: tuple[int, ...], threads: int) 
         return None
     words, clip = _switches(method)
     strides = (H * K, H * K, K, H * K, H * K, K, HV * V, HV * V, V, 0, 0, 0)
-    rest = _REST.pack(B, 1, H, HV, K, V, B, *strides, _DTYPES[torch.float32], *words, threads, 0, clip)
+    rest = _REST.pack(B, 1, H, HV, K, V, B, *strides, _DTYPES[torch.float32], *words, threads, 0, 0, clip)
     tied = method.gamma == "tied" and method.has_residual
     gates = (method.decay != "none", method.rate != "one", method.has_residual and not tied)
     lies = (HV * K * V, K * V, 1, K)

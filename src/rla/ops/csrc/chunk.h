@@ -113,7 +113,7 @@ struct Problem {
   int64_t kept, pairs;  // predictions and matrices of pairs that forward keeps for backward; not of half precision, where they
                         // would be larger than q
   int64_t blocks;  // of K, in operands of AMX
-  int64_t segment;  // tokens, a multiple of GROUP * C: states are saved where they are up to date
+  int64_t segment;  // tokens that backward takes together: at their beginning both states are saved
   int64_t panel;   // floats of a panel of a running state; with AMX its right operand follows it
   bool past;       // o, or dq, dk and dv, are too large to stay in the caches and are written past them: nothing is read to be overwritten
   bool past_saved;  // and so is what forward saves
@@ -129,7 +129,7 @@ struct Problem {
     sum = residual && !a.gate_output;
     dtype = (int)a.dtype;
     state = strips * K * NR;
-    segment = a.segment;
+    segment = a.every[1];
     kept = dtype != F32 ? 0 : (delta || residual) + (delta && fitted);
     pairs = dtype != F32 ? 0 : 1 + sum + (delta || residual);
     blocks = (K + DEPTH - 1) / DEPTH;
@@ -142,10 +142,8 @@ struct Problem {
   int64_t states() const { return fitted ? 2 : 1; }
   int64_t tokens() const { return a.B * a.T; }
   int64_t kept_floats() const { return a.HV * tokens() * (pairs * C + strips * kept * NR); }
-  int64_t saved() const {  // floats of all that forward saves
-    const int64_t slots = a.N != a.B ? a.T / segment : a.B * ((a.T - 1) / segment);
-    return kept_floats() + slots * a.HV * states() * state;
-  }
+  int64_t slots(int64_t n) const { return a.N != a.B ? a.T / a.every[n] : a.B * ((a.T - 1) / a.every[n]); }  // for S (n = 0) or R
+  int64_t saved() const { return kept_floats() + (slots(0) + (fitted ? slots(1) : 0)) * a.HV * state; }  // floats of all that forward saves
   int64_t columns(int64_t first, int64_t count) const { return least(V, (first + count) * NR) - first * NR; }  // of panels
   int64_t bytes() const { return dtype == F32 ? 4 : 2; }
 };
@@ -176,12 +174,13 @@ struct Task {
     float* predictions = p.a.saved + p.a.HV * p.pairs * p.tokens() * C;
     return predictions + (((h * p.strips + s) * p.kept + n) * p.tokens() + b * p.a.T + start + t) * NR;
   }
-  // Whether forward saves the states that the chunk at t begins with.
-  bool saves(const Problem& p, int64_t t) const { return p.a.saved && t > 0 && t < length && t % segment == 0; }
-  // The states of segment s >= 1. Sequences cannot collide: one with l tokens has (l - 1) / segment of them.
-  float* saved(const Problem& p, int64_t s) const {
-    int64_t base = p.a.cu_seqlens ? start / segment : b * (segments() - 1);
-    return p.a.saved + p.kept_floats() + ((base + s - 1) * p.a.HV + h) * p.states() * p.state;
+  // Where forward saves the S (n = 0) or R (n = 1) that the chunk at t begins with; null if it doesn't. Sequences cannot collide:
+  // one with l tokens has (l - 1) / every of them.
+  float* saved(const Problem& p, int64_t n, int64_t t) const {
+    const int64_t every = p.a.every[n];
+    if (!p.a.saved || t <= 0 || t >= length || t % every) return nullptr;
+    const int64_t base = (n ? p.slots(0) : 0) + (p.a.cu_seqlens ? start / every : b * ((length - 1) / every));
+    return p.a.saved + p.kept_floats() + ((base + t / every - 1) * p.a.HV + h) * p.state;
   }
 };
 
@@ -276,8 +275,10 @@ inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int i, int
       fetch_inputs(f, p, next, from, 0, p.strips, end - from);
       fetch_kept(f, p, next, from, end - from);
     }
-    const int64_t size = p.states() * p.state / NR / count * NR;
-    if (next_t) f.add(next.saved(p, next_t / p.segment) + i * size, size * 4);
+    for (int64_t n = 0; n < p.states(); ++n) {
+      const int64_t chunks = p.a.every[n] / C, part = i % chunks, size = p.state / chunks;  // of a state a part for each chunk that shares it
+      if (const float* state = next.saved(p, n, from - part * C)) f.add(state + part * size, size * 4);
+    }
   }
   // with each state k dS, S do^T, dS u^T; S dkS^T
   const int64_t products = 3 * p.states() + (p.delta || p.residual) + (p.delta && p.fitted);

@@ -214,13 +214,16 @@ inline void strip_tiles(const Problem& p, const Task& task, const Chunk& ch, Str
   }
 }
 
-// Panel s of a group of chunks forward; the states' panels S and R are updated in place, and saved where a segment begins.
+// Panel s of a group of chunks forward; the states' panels S and R are updated in place, and saved for backward.
 inline void forward_strip(const Problem& p, const Task& task, const Chunk* group, int count, Strip& st, float* S, float* R,
                           int64_t s) {
   if (p.a.saved) st.keep(p, task, *group, s);
   const int64_t next = group->t + GROUP * C;
-  float *const S_copy = task.saves(p, next) ? task.saved(p, next / p.segment) + s * p.K * NR : nullptr;
-  float *const R_copy = S_copy ? S_copy + p.state : nullptr;
+  auto copy = [&](int64_t n) {
+    float* state = task.saved(p, n, next);
+    return state ? state + s * p.K * NR : nullptr;
+  };
+  float *const S_copy = copy(0), *const R_copy = p.fitted ? copy(1) : nullptr;
   if constexpr (AMX) {
     for (int i = 0; i < count; ++i) {
       const Chunk& ch = group[i];
