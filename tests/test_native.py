@@ -108,22 +108,23 @@ def test_largest_sizes(size):
 
 
 @built
-@pytest.mark.parametrize(("name", "size", "dtype", "every"), [
-    ("rdn", 64, torch.float32, (32, 32)),
-    ("gdn", 128, torch.float32, (32, 32)),
-    ("rla", 128, torch.float32, (32, 64)),
-    ("rdn", 128, torch.float32, (64, 64)),
-    ("rla", 256, torch.float32, (64, 128)),
-    ("rdn", 256, torch.float32, (128, 128)),
-    ("sgla", 64, torch.bfloat16, (64, 64)),
-    ("rla", 256, torch.bfloat16, (128, 128)),
+@pytest.mark.parametrize(("name", "size", "dtype", "dense", "packed"), [
+    ("rdn", 64, torch.float32, (32, 0), (32, 0)),
+    ("gdn", 128, torch.float32, (32, 0), (32, 0)),
+    ("rla", 128, torch.float32, (32, 5), (64, 0)),
+    ("rdn", 128, torch.float32, (32, 3), (64, 0)),
+    ("gdn", 256, torch.float32, (32, 6), (64, 0)),
+    ("rla", 256, torch.float32, (64, 6), (128, 0)),
+    ("sgla", 64, torch.bfloat16, (64, 0), (64, 0)),
+    ("rla", 256, torch.bfloat16, (64, 2), (128, 0)),
 ])  # fmt: skip
-def test_states_are_saved_as_often_as_memory_allows(name, size, dtype, every):
-    """Of a segment of one, two and four chunks backward has some states and computes the others again."""
+def test_states_are_saved_as_often_as_memory_allows(name, size, dtype, dense, packed):
+    """Segments of one, two and four chunks, of one length and of two, with a part at the end."""
     method = ALL[name]
     if native.isa() == "avx512":  # others have panels of another width
-        assert native._every(size, size, method, dtype) == every
-    assert_agrees(method, Case(B=1, T=290, H=1, K=size, V=size, state=True), "native", dtype)
+        assert native._segments(size, size, False, method, dtype) == dense
+        assert native._segments(size, size, True, method, dtype) == packed
+    assert_agrees(method, Case(B=2, T=290, H=1, K=size, V=size, state=True), "native", dtype)
     assert_agrees(method, Case(lengths=(129, 1, 128, 33), H=2, K=size, V=size), "native", dtype)
 
 
@@ -144,7 +145,8 @@ def test_memory_of_forward_and_backward():
         for name in ("sgla", "gdn", "rla", "rdn", "rdn-sum"):
             saved = 4 * torch.Size(native.saved_shape(q, q, 1, ALL[name])).numel()
             assert 0 < saved <= 8 * dtype.itemsize * q.numel(), (name, dtype, size)
-            assert max(native._every(size, size, ALL[name], dtype)) <= 128
+            every, skip = native._segments(size, size, False, ALL[name], dtype)
+            assert (2 * every if skip else every) <= 128
 
 
 @pytest.mark.parametrize(("change", "says"), [("stale", "built from other sources"), ("absent", "not built")])

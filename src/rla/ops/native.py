@@ -158,25 +158,29 @@ def _width(V: int) -> int:
     return -(-V // panel) * panel
 
 
-def _every(K: int, V: int, method: Method, dtype: torch.dtype) -> tuple[int, int]:
-    """How many tokens lie between the S that are saved, and the R.
+def _segments(K: int, V: int, packed: bool, method: Method, dtype: torch.dtype) -> tuple[int, int]:
+    """Where states are saved: every so many tokens, but one time in so many not (0: always). See struct Segments in csrc/chunk.h.
 
-    As few as go with q, k, v, o and their gradients taking no less memory than what is saved: the fewer, the less backward computes
-    again. Whole chunks; two, which AMX takes at a time, for half precision.
+    As often as goes with q, k, v, o and their gradients taking no less memory than what is saved: backward computes less again.
+    Tokens are those of whole chunks; of two, which AMX takes at a time, for half precision.
     """
-    S = R = _library().chunk * (1 if dtype is _FLOAT else 2)
-    state, kept, room = K * _width(V), _kept(V, method, dtype), 4 * (K + V) * dtype.itemsize // 4
-    while state / S + method.has_R * state / R > max(room - kept, K + V):
-        S, R = (S, 2 * R) if method.has_R and S == R else (2 * S, max(2 * S, R))
-    return S, R
+    every = _library().chunk * (1 if dtype is _FLOAT else 2)
+    states = (1 + method.has_R) * K * _width(V)
+    room = max((K + V) * dtype.itemsize - _kept(V, method, dtype), K + V)  # numbers for states, of a token and value head
+    while states > 2 * every * room:
+        every *= 2
+    if states <= every * room:
+        return every, 0
+    return (2 * every, 0) if packed else (every, states // (states - every * room))
 
 
 def saved_shape(q: Tensor, v: Tensor, N: int, method: Method) -> tuple[int, ...]:
     """The shape of `saved`. A packed sequence of l tokens fills (l - 1) // every slots, so T // every are enough."""
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
-    every = _every(K, V, method, q.dtype)
-    S, R = (T // n if N != B else B * (max(T - 1, 0) // n) for n in every)
-    return (HV * (B * T * _kept(V, method, q.dtype) + (S + method.has_R * R) * K * _width(V)),)
+    every, skip = _segments(K, V, N != B, method, q.dtype)
+    last = max(T - 1, 0) // every
+    slots = T // every if N != B else B * (last - ((last + 1) // skip if skip else 0))
+    return (HV * (B * T * _kept(V, method, q.dtype) + slots * (1 + method.has_R) * K * _width(V)),)
 
 
 def _pointer(x: Tensor | None) -> int:
@@ -231,7 +235,7 @@ def _call(
     packed = _ARGS.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if do is None else do.data_ptr(), *pointers,
         B, T, H, HV, K, V, N, q0, q1, q2, k0, k1, k2, v0, v1, v2, d0, d1, d2,
-        _DTYPES[q.dtype], *words, torch.get_num_threads(), *_every(K, V, method, q.dtype), clip,
+        _DTYPES[q.dtype], *words, torch.get_num_threads(), *_segments(K, V, N != B, method, q.dtype), clip,
     )  # fmt: skip
     function: Callable[[bytes], int] = getattr(_library(), name)
     return function(packed)

@@ -15,7 +15,7 @@ struct Args {
   int64_t B, T, H, HV, K, V, N;
   int64_t q_stride[3], k_stride[3], v_stride[3], dout_stride[3];  // of B, T, H
   int64_t dtype, delta, correction, gate_output, loss, qk_norm, threads;
-  int64_t every[2];  // so many tokens lie between the S that are saved for backward, and the R: at most 128, of R no fewer
+  int64_t every, skip;  // where states are saved for backward: struct Segments
   double clip;
 };
 

@@ -195,7 +195,7 @@ struct Lane {
   void carve(Arena& m, const Problem& p, int64_t blocks, int64_t heads, bool split) {
     // of chunks that are finished one by one, parts and gradients share their memory
     const bool parts_last = split || blocks > 1, keys_last = split || p.a.HV > p.a.H;
-    for (int i = 0; i < p.segment / C; ++i) {
+    for (int i = 0; i < p.segments.most_chunks(); ++i) {
       chunks[i].carve(m, p, true);
       for (int64_t b = 0; b < blocks; ++b) {
         if (i == 0 || parts_last) parts[b][i].carve(m, p);
@@ -216,7 +216,7 @@ struct Steps {
 
   Task task(int64_t lane, int64_t g) const { return Task(p, lane / p.a.H, lane % p.a.H * G + g); }
   int count(const Task& t, int64_t segment) const {
-    return segment >= t.segments() ? 0 : (int)((least<int64_t>(p.segment, t.length - segment * p.segment) + C - 1) / C);
+    return segment >= t.segments ? 0 : (int)((t.end(p, segment) - p.segments.begin(segment) + C - 1) / C);
   }
   int64_t first_panel(int64_t b) const { return p.strips * b / blocks; }
 
@@ -232,15 +232,15 @@ struct Steps {
     if (p.a.dR0 && p.fitted) unpack_state(p, d + p.state, state_of(p, p.a.dR0, t), s);
   }
   void prepare(Lane& l, const Task& t, int64_t segment, int i) const {
-    RLA_ISA::prepare(p, t, l.chunks[i], segment * p.segment + i * C, true, true);
+    RLA_ISA::prepare(p, t, l.chunks[i], p.segments.begin(segment) + i * C, true, true);
   }
   template <class F, class G>
-  void sweep(Lane& l, const Task& t, int64_t segment, int64_t at, int64_t b, const Sweep& w, const Task& next, int64_t next_t,
+  void sweep(Lane& l, const Task& t, int64_t segment, int64_t at, int64_t b, const Sweep& w, const Task& next, int64_t after,
              F&& begin, G&& done) const {
     float* d = l.adjoint + at * 2 * p.state;
     int64_t first = first_panel(b);
     sweep_segment(p, t, l.chunks, count(t, segment), l.parts[b], w, d, d + p.state, segment, first,
-                  first_panel(b + 1) - first, next, next_t, begin, done);
+                  first_panel(b + 1) - first, next, after, begin, done);
   }
   void finish(Lane& l, const Task& t, int64_t g, int i, const Finish& f) const {
     const Chunk& ch = l.chunks[i];
@@ -270,12 +270,12 @@ inline void backward_task(const Steps& steps, Lane& l, int64_t lane, int64_t hea
   auto task = [&](int64_t at) { return steps.task(lane + at / steps.G, at % steps.G); };
   for (int64_t at = 0; at < count; ++at)
     for (int64_t s = 0; s < p.strips; ++s) steps.states_in(l, task(at), at, s);
-  for (int64_t segment = task(0).segments() - 1; segment >= 0; --segment) {
+  for (int64_t segment = task(0).segments - 1; segment >= 0; --segment) {
     for (int64_t at = 0; at < count; ++at) {
       const Task t = task(at), next = task((at + 1) % count);
-      const int64_t next_t = (at + 1 < count ? segment : segment - 1) * p.segment;
+      const int64_t after = at + 1 < count ? segment : segment - 1;
       for (int64_t b = 0; b < steps.blocks; ++b)
-        steps.sweep(l, t, segment, at, b, w, next, next_t, [&](int i) { if (b == 0) steps.prepare(l, t, segment, i); },
+        steps.sweep(l, t, segment, at, b, w, next, after, [&](int i) { if (b == 0) steps.prepare(l, t, segment, i); },
                     [&](int i) { if (b + 1 == steps.blocks) steps.finish(l, t, at % steps.G, i, f); });
     }
   }
@@ -287,7 +287,7 @@ inline void backward_task(const Steps& steps, Lane& l, int64_t lane, int64_t hea
 inline void backward_split(const Steps& steps, Lane* lanes, int64_t count, int threads) {
   const Problem& p = steps.p;
   int64_t longest = 0;
-  for (int64_t n = 0; n < count; ++n) longest = most(longest, steps.task(n, 0).segments());
+  for (int64_t n = 0; n < count; ++n) longest = most(longest, steps.task(n, 0).segments);
 #pragma omp parallel num_threads(threads)
   {
     FlushDenormals flush;
@@ -295,7 +295,7 @@ inline void backward_split(const Steps& steps, Lane* lanes, int64_t count, int t
     Finish f;
     Fetch fetch;
     worker_scratch(p, w, f, fetch, (p.strips + steps.blocks - 1) / steps.blocks);
-    const int64_t panels = count * steps.G * p.strips, most_chunks = p.segment / C, chunks = count * most_chunks, blocks = count * steps.blocks;
+    const int64_t panels = count * steps.G * p.strips, most_chunks = p.segments.most_chunks(), chunks = count * most_chunks, blocks = count * steps.blocks;
 #pragma omp for
     for (int64_t i = 0; i < panels; ++i) {
       const int64_t n = i / p.strips / steps.G, g = i / p.strips % steps.G;
@@ -314,7 +314,7 @@ inline void backward_split(const Steps& steps, Lane* lanes, int64_t count, int t
           const int64_t n = i / steps.blocks;
           const Task t = steps.task(n, g);
           if (steps.count(t, segment))
-            steps.sweep(lanes[n], t, segment, g, i % steps.blocks, w, t, (segment - 1) * p.segment, [](int) {}, [](int) {});
+            steps.sweep(lanes[n], t, segment, g, i % steps.blocks, w, t, segment - 1, [](int) {}, [](int) {});
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < chunks; ++i) {

@@ -23,6 +23,23 @@ namespace RLA_ISA {
 #endif
 constexpr int C = RLA_CHUNK;
 constexpr int64_t MOST_CHUNKS = 128 / C;  // of a segment
+
+// A segment begins at the first token of a sequence and where states are saved for backward: at token m * every, for all m but those
+// with m % skip = skip - 1, so that one in skip - 1 segments is twice as long as the others. skip = 0: for all m.
+struct Segments {
+  int64_t every, skip;
+  int64_t count(int64_t length) const {
+    const int64_t m = (length - 1) / every;
+    return length <= 0 ? 0 : 1 + m - (skip ? (m + 1) / skip : 0);
+  }
+  int64_t begin(int64_t s) const { return every * (skip ? s / (skip - 1) * skip + s % (skip - 1) : s); }
+  // The segment that begins at token t, or -1.
+  int64_t at(int64_t t) const {
+    const int64_t m = t / every;
+    return t % every || (skip && m % skip == skip - 1) ? -1 : m - (skip ? m / skip : 0);
+  }
+  int64_t most_chunks() const { return (skip ? 2 * every : every) / C; }
+};
 constexpr int CP = C / NR;    // panels of a chunk's tokens
 // Chunks that forward takes together. With AMX two: to bring a state up to date costs more than all products with it, so what the
 // first chunk leaves in it reaches the second by products of their tokens, and both are absorbed at once.
@@ -113,7 +130,7 @@ struct Problem {
   int64_t kept, pairs;  // predictions and matrices of pairs that forward keeps for backward; not of half precision, where they
                         // would be larger than q
   int64_t blocks;  // of K, in operands of AMX
-  int64_t segment;  // tokens that backward takes together: at their beginning both states are saved
+  Segments segments;
   int64_t panel;   // floats of a panel of a running state; with AMX its right operand follows it
   bool past;       // o, or dq, dk and dv, are too large to stay in the caches and are written past them: nothing is read to be overwritten
   bool past_saved;  // and so is what forward saves
@@ -129,7 +146,7 @@ struct Problem {
     sum = residual && !a.gate_output;
     dtype = (int)a.dtype;
     state = strips * K * NR;
-    segment = a.every[1];
+    segments = {a.every, a.skip};
     kept = dtype != F32 ? 0 : (delta || residual) + (delta && fitted);
     pairs = dtype != F32 ? 0 : 1 + sum + (delta || residual);
     blocks = (K + DEPTH - 1) / DEPTH;
@@ -142,24 +159,27 @@ struct Problem {
   int64_t states() const { return fitted ? 2 : 1; }
   int64_t tokens() const { return a.B * a.T; }
   int64_t kept_floats() const { return a.HV * tokens() * (pairs * C + strips * kept * NR); }
-  int64_t slots(int64_t n) const { return a.N != a.B ? a.T / a.every[n] : a.B * ((a.T - 1) / a.every[n]); }  // for S (n = 0) or R
-  int64_t saved() const { return kept_floats() + (slots(0) + (fitted ? slots(1) : 0)) * a.HV * state; }  // floats of all that forward saves
+  int64_t saved() const {  // floats of all that forward saves
+    const int64_t slots = a.N != a.B ? a.T / a.every : a.B * (segments.count(a.T) - 1);
+    return kept_floats() + slots * a.HV * states() * state;
+  }
   int64_t columns(int64_t first, int64_t count) const { return least(V, (first + count) * NR) - first * NR; }  // of panels
   int64_t bytes() const { return dtype == F32 ? 4 : 2; }
 };
 
 // A sequence of one value head.
 struct Task {
-  int64_t n, b, h, kh, start, length, segment;  // sequence, batch row, value head, key head, first token, tokens; tokens of a segment
-  Task(const Problem& p, int64_t n_, int64_t h_) : n(n_), h(h_), segment(p.segment) {
+  int64_t n, b, h, kh, start, length, segments;  // sequence, batch row, value head, key head, first token, tokens, segments
+  Task(const Problem& p, int64_t n_, int64_t h_) : n(n_), h(h_) {
     const Args& a = p.a;
     kh = h / (a.HV / a.H);
     b = a.cu_seqlens ? 0 : n;
     start = a.cu_seqlens ? a.cu_seqlens[n] : 0;
     length = a.cu_seqlens ? a.cu_seqlens[n + 1] - start : a.T;
+    segments = p.segments.count(length);
   }
+  int64_t end(const Problem& p, int64_t s) const { return s + 1 < segments ? p.segments.begin(s + 1) : length; }  // of segment s
   int64_t chunks() const { return (length + C - 1) / C; }
-  int64_t segments() const { return (length + segment - 1) / segment; }
   int64_t row(const int64_t* stride, int64_t t, int64_t head) const {
     return b * stride[0] + (start + t) * stride[1] + head * stride[2];
   }
@@ -174,13 +194,11 @@ struct Task {
     float* predictions = p.a.saved + p.a.HV * p.pairs * p.tokens() * C;
     return predictions + (((h * p.strips + s) * p.kept + n) * p.tokens() + b * p.a.T + start + t) * NR;
   }
-  // Where forward saves the S (n = 0) or R (n = 1) that the chunk at t begins with; null if it doesn't. Sequences cannot collide:
-  // one with l tokens has (l - 1) / every of them.
-  float* saved(const Problem& p, int64_t n, int64_t t) const {
-    const int64_t every = p.a.every[n];
-    if (!p.a.saved || t <= 0 || t >= length || t % every) return nullptr;
-    const int64_t base = (n ? p.slots(0) : 0) + (p.a.cu_seqlens ? start / every : b * ((length - 1) / every));
-    return p.a.saved + p.kept_floats() + ((base + t / every - 1) * p.a.HV + h) * p.state;
+  // Where forward saves the states of segment s >= 1. Packed sequences, of which none skips, cannot collide: one with l tokens has
+  // (l - 1) / every of them.
+  float* saved(const Problem& p, int64_t s) const {
+    const int64_t base = p.a.N != p.a.B ? start / p.a.every : b * (segments - 1);
+    return p.a.saved + p.kept_floats() + ((base + s - 1) * p.a.HV + h) * p.states() * p.state;
   }
 };
 
@@ -257,11 +275,11 @@ inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t 
   const int64_t products = 1 + (p.delta || p.residual) + p.fitted + (p.delta && p.fitted) + p.states();
   f.spread(count * (AMX ? p.states() * p.blocks * DEPTH / 2 + tokens / MR : products * calls_of(C, p.K)));
 }
-// Backward fetches a segment ahead, while it sweeps chunk i of `count`: what chunk i of the next segment, which begins at next_t of
-// `next`, reads, and of the states that are saved for that segment a part. While it computes states it fetches nothing: so many
+// Backward fetches a segment ahead, while it sweeps chunk i of `count`: what chunk i of the next segment, segment s of `next`, reads,
+// and of the states that are saved for that segment a part. While it computes states it fetches nothing: so many
 // lines in so little time would wait for each other, and the products for them. Besides, rows of dq and dk that it is about to
 // write, unless past the caches, and what the chunk before at t - C reads and writes first.
-inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int i, int count, int64_t t, const Task& next, int64_t next_t) {
+inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int i, int count, int64_t t, const Task& next, int64_t s) {
   const int64_t stride[3] = {p.a.T * p.a.H * p.K, p.a.H * p.K, p.K};
   const int64_t v_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
   f.clear();
@@ -269,16 +287,14 @@ inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int i, int
   if (!p.past) fetch_rows(f, p, task, p.a.dk, stride, task.kh, p.K, t, C);
   if (t) fetch_rows(f, p, task, p.a.dout, p.a.dout_stride, task.h, p.V, t - C, C);
   if (t && !p.past) fetch_rows(f, p, task, p.a.dv, v_stride, task.h, p.V, t - C, C);
-  if (next_t >= 0) {
-    const int64_t from = next_t + i * C, end = least(next.length, i + 1 == count ? next_t + p.segment : from + C);
+  if (s >= 0) {
+    const int64_t from = p.segments.begin(s) + i * C, last = next.end(p, s), end = i + 1 == count ? last : least(last, from + C);
     if (from < end) {
       fetch_inputs(f, p, next, from, 0, p.strips, end - from);
       fetch_kept(f, p, next, from, end - from);
     }
-    for (int64_t n = 0; n < p.states(); ++n) {
-      const int64_t chunks = p.a.every[n] / C, part = i % chunks, size = p.state / chunks;  // of a state a part for each chunk that shares it
-      if (const float* state = next.saved(p, n, from - part * C)) f.add(state + part * size, size * 4);
-    }
+    const int64_t size = p.states() * p.state / NR / count * NR;
+    if (s) f.add(next.saved(p, s) + i * size, size * 4);
   }
   // with each state k dS, S do^T, dS u^T; S dkS^T
   const int64_t products = 3 * p.states() + (p.delta || p.residual) + (p.delta && p.fitted);

@@ -219,11 +219,9 @@ inline void forward_strip(const Problem& p, const Task& task, const Chunk* group
                           int64_t s) {
   if (p.a.saved) st.keep(p, task, *group, s);
   const int64_t next = group->t + GROUP * C;
-  auto copy = [&](int64_t n) {
-    float* state = task.saved(p, n, next);
-    return state ? state + s * p.K * NR : nullptr;
-  };
-  float *const S_copy = copy(0), *const R_copy = p.fitted ? copy(1) : nullptr;
+  const int64_t segment = p.a.saved && next < task.length ? p.segments.at(next) : -1;
+  float *const S_copy = segment > 0 ? task.saved(p, segment) + s * p.K * NR : nullptr;
+  float *const R_copy = S_copy ? S_copy + p.state : nullptr;
   if constexpr (AMX) {
     for (int i = 0; i < count; ++i) {
       const Chunk& ch = group[i];

@@ -36,8 +36,8 @@ enum { SUM_BETA, SUM_GAMMA, SUM_DELTA, SUM_ERROR, SUM_R, SUM_KD, SUMS };
 // Memory of one worker: panels of the block's columns, [columns / NR][C][NR] each.
 struct Sweep {
   float *pS[MOST_CHUNKS], *pR[MOST_CHUNKS];  // not used where forward has kept them
-  float *S[MOST_CHUNKS], *R[MOST_CHUNKS];  // incoming states of the chunks, panels of the block's columns, unless
-                                                 // forward has saved them
+  float *S[MOST_CHUNKS], *R[MOST_CHUNKS];  // incoming states of the chunks, panels of the block's columns; the first of a
+                                                 // later segment are those that forward has saved
   float *u, *w, *uL, *wL, *x, *y, *e;            // [C][NR]: of one panel of one chunk
   float *dout, *dou, *dow;                       // do times 1, eu, E go
   float *dpS, *dpR, *dkS, *dkR;                  // in dpS at first what comes through e
@@ -47,7 +47,7 @@ struct Sweep {
 
   void carve(Arena& m, const Problem& p, int64_t strips) {
     int64_t n = strips * C * NR;
-    for (int i = 0; i < p.segment / C; ++i) {
+    for (int i = 0; i < p.segments.most_chunks(); ++i) {
       for (float** a : {&pS[i], &pR[i]}) *a = m.floats(p.kept ? 0 : n);
       S[i] = m.floats(strips * p.K * NR);
       R[i] = m.floats(p.fitted ? strips * p.K * NR : 0);
@@ -297,46 +297,44 @@ inline float absorb_adjoint(const Problem& p, const Chunk& ch, const float* S, f
 }
 
 // A segment of chunks in the columns of panels first .. first + strips - 1. dS, dR: the task's adjoints, all panels.
-// begin(i) is called before chunks[i] is used, done(i) when parts[i] is complete, from the last chunk to the first. next, next_t:
-// where the next segment begins.
+// begin(i) is called before chunks[i] is used, done(i) when parts[i] is complete, from the last chunk to the first. next, after:
+// the segment that follows is segment `after` of `next`.
 template <class F, class G>
 inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunks, int count, const Part* parts,
                           const Sweep& w, float* dS, float* dR, int64_t segment, int64_t first, int64_t strips,
-                          const Task& next, int64_t next_t, F&& begin, G&& done) {
+                          const Task& next, int64_t after, F&& begin, G&& done) {
   const int64_t size = p.K * NR;
   const bool predicts = p.delta || p.residual;
   dS += first * size;
   dR += first * size;
   const float *S[MOST_CHUNKS], *R[MOST_CHUNKS];
-  for (int i = 0; i < count; ++i) {
-    const int64_t t = segment * p.segment + i * C;
-    const float *S_saved = task.saved(p, 0, t), *R_saved = p.fitted ? task.saved(p, 1, t) : nullptr;
-    S[i] = S_saved ? S_saved + first * size : w.S[i];
-    R[i] = R_saved ? R_saved + first * size : w.R[i];
-  }
+  for (int i = 0; i < count; ++i) S[i] = w.S[i], R[i] = w.R[i];
   if (segment == 0) {
     for (int64_t s = 0; s < strips; ++s) {
       pack_state(p, state_of(p, p.a.S0, task), w.S[0] + s * size, first + s);
       if (p.fitted) pack_state(p, state_of(p, p.a.R0, task), w.R[0] + s * size, first + s);
     }
+  } else {
+    S[0] = task.saved(p, segment) + first * size;
+    R[0] = S[0] + p.state;
   }
   w.fetch->clear();
   for (int i = 0; i < count; ++i) {
     begin(i);
-    const bool next_S = i + 1 < count && S[i + 1] == w.S[i + 1], next_R = p.fitted && i + 1 < count && R[i + 1] == w.R[i + 1];
-    if (!next_S && !next_R && (p.kept || !predicts)) continue;  // nothing is absorbed or predicted
+    if (i + 1 == count && (p.kept || !predicts)) break;  // nothing is absorbed or predicted
     for (int64_t s = 0; s < strips; ++s) {
       Strip st = w.strip(p, task, chunks[i], i, first, s);
       strip_tiles<STATES>(p, task, chunks[i], st, S[i] + s * size, R[i] + s * size, first + s);
-      if (next_S) absorb(p, chunks[i], S[i] + s * size, w.S[i + 1] + s * size, st.uL, nullptr, *w.fetch);
-      if (next_R) absorb(p, chunks[i], R[i] + s * size, w.R[i + 1] + s * size, st.wL, nullptr, *w.fetch);
+      if (i + 1 == count) continue;
+      absorb(p, chunks[i], S[i] + s * size, w.S[i + 1] + s * size, st.uL, nullptr, *w.fetch);
+      if (p.fitted) absorb(p, chunks[i], R[i] + s * size, w.R[i + 1] + s * size, st.wL, nullptr, *w.fetch);
     }
   }
   for (int i = count - 1; i >= 0; --i) {
     const Chunk& ch = chunks[i];
     const Part& part = parts[i];
     memset(w.sums, 0, SUMS * C * W * 4);
-    fetch_sweep(*w.fetch, p, task, i, count, ch.t, next, next_t);
+    fetch_sweep(*w.fetch, p, task, i, count, ch.t, next, after);
     for (int64_t s = 0; s < strips; ++s)
       sweep_strip(p, task, ch, w, w.strip(p, task, ch, i, first, s), dS + s * size, dR + s * size, s, strips, first + s);
     float* const sums[SUMS] = {part.beta, part.gamma, part.delta, part.error, part.r, part.kd};
