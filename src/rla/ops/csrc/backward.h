@@ -295,7 +295,8 @@ inline void backward_split(const Steps& steps, Lane* lanes, int64_t count, int t
     Finish f;
     Fetch fetch;
     worker_scratch(p, w, f, fetch, (p.strips + steps.blocks - 1) / steps.blocks);
-    const int64_t panels = count * steps.G * p.strips, most_chunks = p.segments.most_chunks(), chunks = count * most_chunks, blocks = count * steps.blocks;
+    const int64_t panels = count * steps.G * p.strips, blocks = count * steps.blocks;
+    const int64_t most_chunks = p.segments.most_chunks(), chunks = count * most_chunks;
 #pragma omp for
     for (int64_t i = 0; i < panels; ++i) {
       const int64_t n = i / p.strips / steps.G, g = i / p.strips % steps.G;

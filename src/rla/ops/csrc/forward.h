@@ -194,9 +194,9 @@ inline void absorb_tiles(const Problem& p, const Chunk* group, int count, float*
     amx_multiply(x, NR, group->k16L + n * GROUP * LEFT, b, count);
     renew(p, S, n, fetch, [&](V s, int64_t d, int j) {
       s = splat(decay) * s + load(x + d * NR + j * W);
-      float* to = copy + (n * DEPTH + d) * NR + j * W;
-      if (copy && p.past_saved) stream(to, s);
-      else if (copy) store(to, s);
+      const int64_t at = (n * DEPTH + d) * NR + j * W;
+      if (copy && p.past_saved) stream(copy + at, s);
+      else if (copy) store(copy + at, s);
       return s;
     });
   }
