@@ -364,7 +364,7 @@ def _plan(method: Method, q: tuple[int, ...], v: tuple[int, ...], threads: int) 
         return None
     words, clip = _switches(method)
     strides = (H * K, H * K, K, H * K, H * K, K, HV * V, HV * V, V, 0, 0, 0)
-    rest = _REST.pack(B, 1, H, HV, K, V, B, *strides, _DTYPES[torch.float32], *words, threads, 0, 0, clip)
+    rest = _REST.pack(B, 1, H, HV, K, V, B, *strides, _DTYPES[torch.float32], *words, threads, 1, 0, clip)  # a step saves nothing
     tied = method.gamma == "tied" and method.has_residual
     gates = (method.decay != "none", method.rate != "one", method.has_residual and not tied)
     lies = (HV * K * V, K * V, 1, K)
