@@ -159,7 +159,7 @@ def _width(V: int) -> int:
 
 
 def _segments(K: int, V: int, packed: bool, method: Method, dtype: torch.dtype) -> tuple[int, int]:
-    """Where states are saved: every so many tokens, but one time in so many not (0: always). See struct Segments in csrc/chunk.h.
+    """Where states are saved: every so many tokens, but one time in so many not (0: always); struct Segments in csrc/chunk.h.
 
     As often as goes with q, k, v, o and their gradients taking no less memory than what is saved: backward computes less again.
     Tokens are those of whole chunks; of two, which AMX takes at a time, for half precision.
@@ -364,7 +364,8 @@ def _plan(method: Method, q: tuple[int, ...], v: tuple[int, ...], threads: int) 
         return None
     words, clip = _switches(method)
     strides = (H * K, H * K, K, H * K, H * K, K, HV * V, HV * V, V, 0, 0, 0)
-    rest = _REST.pack(B, 1, H, HV, K, V, B, *strides, _DTYPES[torch.float32], *words, threads, 1, 0, clip)  # a step saves nothing
+    # a step saves nothing, but a segment has a length
+    rest = _REST.pack(B, 1, H, HV, K, V, B, *strides, _DTYPES[torch.float32], *words, threads, 1, 0, clip)
     tied = method.gamma == "tied" and method.has_residual
     gates = (method.decay != "none", method.rate != "one", method.has_residual and not tied)
     lies = (HV * K * V, K * V, 1, K)
