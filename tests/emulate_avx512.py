@@ -41,7 +41,7 @@ CASES = ("T65", "grouped", "packed", "wide")  # of common.WEIRD, for every metho
 PAGE, MB = 4096, 1 << 20
 IMAGE, STACK, THREAD, TABLES = 4 * MB, 8 * MB, 10 * MB, 1024 * MB
 FS = THREAD + 4 * PAGE  # thread-local variables end there
-TENSORS, TENSOR_STRIDE, TENSOR_SIZE, TENSOR_COUNT = 16 * MB, 2 * MB, MB, 25  # the last one is for struct Args
+TENSORS, TENSOR_STRIDE, TENSOR_SIZE, TENSOR_COUNT = 16 * MB, 2 * MB, MB, 27  # the last one is for struct Args
 HEAP, HEAP_STRIDE, HEAP_SIZE, HEAP_COUNT = 128 * MB, 16 * MB, 12 * MB, 4
 REGIONS = {"image": (IMAGE, 2 * MB), "stack": (STACK, MB), "thread": (THREAD, FS - THREAD + PAGE)}
 REGIONS |= {f"tensor{i}": (TENSORS + i * TENSOR_STRIDE, TENSOR_SIZE) for i in range(TENSOR_COUNT)}
@@ -173,7 +173,7 @@ def build(folder: str) -> tuple[bytes, dict[str, int], set[int]]:
 class Emulator:
     """Takes the place of `native._Library`: its attributes, served by an emulated CPU."""
 
-    WRITTEN = frozenset(("o", "dq", "dk", "dv", "S", "R", "saved", "dlog_alpha", "dbeta", "dgamma", "dS0", "dR0"))
+    WRITTEN = frozenset(("o", "dq", "dk", "dv", "S", "R", "saved", "pS", "pR", "dlog_alpha", "dbeta", "dgamma", "dS0", "dR0"))
 
     def __init__(self, bochs, image: bytes, symbols: dict[str, int]) -> None:
         from rla.ops import native
@@ -255,6 +255,7 @@ class Emulator:
         sizes = dict.fromkeys(self.pointers, 4 * tokens * a.HV)  # gates and their gradients
         sizes |= dict.fromkeys(("S0", "R0", "dS", "dR", "S", "R", "dS0", "dR0"), 4 * a.N * a.HV * a.K * a.V)
         sizes |= dict.fromkeys(("dq", "dk"), item * tokens * a.H * a.K) | dict.fromkeys(("o", "dv"), item * tokens * a.HV * a.V)
+        sizes |= dict.fromkeys(("pS", "pR"), 4 * tokens * a.HV * a.V)
         for name, H, D in (("q", a.H, a.K), ("k", a.H, a.K), ("v", a.HV, a.V), ("dout", a.HV, a.V)):
             strides = getattr(a, f"{name}_stride")
             last = sum((n - 1) * stride for n, stride in zip((a.B, a.T, H), strides, strict=True))
@@ -268,7 +269,7 @@ class Emulator:
             has_R=a.correction == corrections["fitted"],
             gate_output=bool(a.gate_output),
         )
-        saved = self.native.saved_shape(q, v, a.N, method)
+        saved, *_ = self.native.saved_shapes(q, v, a.N, method)
         return sizes | {"cu_seqlens": 8 * (a.N + 1), "saved": 4 * Size(saved).numel()}
 
     def call(self, function: str, packed: bytes) -> int:
@@ -281,13 +282,17 @@ class Emulator:
         if self.tiles and function == "rla_forward":
             function = "rla_forward_amx"
         sizes = self.sizes(a)
+        regions: dict[int, int] = {}  # of host pointers: dv lies in pS, dk in pR
         for i, name in enumerate(self.pointers):
             ctypes.memset(self.host[f"tensor{i}"], 0xFF, TENSOR_SIZE)
-            if words[i]:
+            if words[i] in regions:
+                setattr(a, name, 0)
+                words[i] = regions[words[i]]
+            elif words[i]:
                 assert sizes[name] <= TENSOR_SIZE, f"{name} is too large for this script"
                 before = TENSOR_SIZE - sizes[name]
                 ctypes.memmove(self.host[f"tensor{i}"] + before, words[i], sizes[name])
-                words[i] = TENSORS + i * TENSOR_STRIDE + before
+                words[i] = regions.setdefault(words[i], TENSORS + i * TENSOR_STRIDE + before)
         packed, last = self.native._ARGS.pack(*words), TENSOR_COUNT - 1
         ctypes.memmove(self.host[f"tensor{last}"] + TENSOR_SIZE - len(packed), packed, len(packed))
         result = self.run(function, TENSORS + last * TENSOR_STRIDE + TENSOR_SIZE - len(packed))

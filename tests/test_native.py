@@ -111,10 +111,10 @@ def test_largest_sizes(size):
 @pytest.mark.parametrize(("name", "size", "dtype", "dense", "packed"), [
     ("rdn", 64, torch.float32, (32, 0), (32, 0)),
     ("gdn", 128, torch.float32, (32, 0), (32, 0)),
-    ("rla", 128, torch.float32, (32, 5), (64, 0)),
-    ("rdn", 128, torch.float32, (32, 3), (64, 0)),
-    ("gdn", 256, torch.float32, (32, 6), (64, 0)),
-    ("rla", 256, torch.float32, (64, 6), (128, 0)),
+    ("rla", 128, torch.float32, (32, 16), (64, 0)),
+    ("rdn", 128, torch.float32, (32, 16), (64, 0)),
+    ("gdn", 256, torch.float32, (32, 32), (64, 0)),
+    ("rla", 256, torch.float32, (64, 32), (128, 0)),
     ("sgla", 64, torch.bfloat16, (64, 0), (64, 0)),
     ("rla", 256, torch.bfloat16, (64, 2), (128, 0)),
 ])  # fmt: skip
@@ -139,14 +139,44 @@ def test_refusals_name_what_came():
 
 @built
 def test_memory_of_forward_and_backward():
-    """Saved for backward: no more than q, k, v, o and their gradients, for any method; o and gradients are another half."""
+    """Saved for backward: no more than q, k, v, o and their gradients, for any method; o and gradients are another half.
+
+    Predictions come on top, but are places for gradients.
+    """
     for dtype, size in itertools.product((torch.float32, torch.bfloat16), (64, 96, 128, 200, 256)):
         q = torch.empty(1, 4096, 16, size, device="meta", dtype=dtype)
         for name in ("sgla", "gdn", "rla", "rdn", "rdn-sum"):
-            saved = 4 * torch.Size(native.saved_shape(q, q, 1, ALL[name])).numel()
+            (saved, *_), *predictions = native.saved_shapes(q, q, 1, ALL[name])
+            assert all(shape in (q.shape, (0,)) for shape in predictions)
+            saved *= 4
             assert 0 < saved <= 8 * dtype.itemsize * q.numel(), (name, dtype, size)
             every, skip = native._segments(size, size, False, ALL[name], dtype)
             assert (2 * every if skip else every) <= 128
+
+
+@built
+@pytest.mark.parametrize("name", ("gdn", "rla", "rdn"))
+def test_gradients_lie_where_predictions_were(name):
+    x = make(ALL[name], Case(B=1, T=70, H=2, K=8, V=8), torch.float32)
+    inputs = [x.get(n) for n in NAMES]
+    detached = [None if t is None else t.detach() for t in inputs]
+    o, _, _, kept = native.forward(*detached, None, ALL[name], True)
+    _, dk, dv, *_ = native.backward(o, None, None, *detached, None, kept, ALL[name], overwrite=True)
+    assert dv is kept[1]
+    assert (dk is kept[2]) == (name == "rdn")
+
+
+@built
+@pytest.mark.parametrize("name", ("gdn", "rla", "rdn"))
+def test_backward_more_than_once(name):
+    """A graph that autograd keeps is not spent by the first backward."""
+    x = make(ALL[name], Case(B=1, T=70, H=2, K=8, V=8), torch.float32)
+    o, _ = call(x, name, "native")
+    first, second, last = (
+        torch.autograd.grad(o.sum(), list(x.values()), retain_graph=keep, allow_unused=True) for keep in (True, True, False)
+    )
+    for a, b, c in zip(first, second, last, strict=True):
+        assert (a is b is c is None) or (torch.equal(a, b) and torch.equal(a, c))
 
 
 @pytest.mark.parametrize(("change", "says"), [("stale", "built from other sources"), ("absent", "not built")])

@@ -5,7 +5,7 @@ import torch
 
 import rla
 from common import ALL, NAMES, Case, call, make, run, served, skip_unless_serves
-from rla.ops.attend import _attend, _attend_backward, _encode
+from rla.ops.attend import _attend, _attend_backward, _attend_backward_, _encode
 from rla.ops.backends import BACKENDS
 from rla.ops.step import _step
 
@@ -42,15 +42,14 @@ def test_opcheck(backend, name, case):
     skip_unless_serves(backend, method, torch.float32, case)
     x = make(method, case, torch.float32)
     inputs = [x.get(n) for n in NAMES]
-    args = (*inputs, case.cu_seqlens, _encode(method), backend, True)
+    args = (*inputs, case.cu_seqlens, _encode(method), backend, True, False)
     torch.library.opcheck(_attend, args)
     detached = [None if t is None else t.detach() for t in inputs]
-    o, S, R, saved = _attend(*detached, *args[8:])
-    torch.library.opcheck(
-        _attend_backward,
-        (o, S, R if method.has_R else None, *detached, case.cu_seqlens, saved, _encode(method), backend),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    o, S, R, *kept = _attend(*detached, *args[8:])
+    args = (o, S, R if method.has_R else None, *detached, case.cu_seqlens, *kept, _encode(method))
+    torch.library.opcheck(_attend_backward, (*args, backend), test_utils=("test_schema", "test_faketensor"))
+    if backend == "native":
+        torch.library.opcheck(_attend_backward_, args, test_utils="test_schema")
 
 
 def test_opcheck_of_the_step():

@@ -1,6 +1,6 @@
 """The table of backends and the choice among them.
 
-A backend is a module with the functions `refuses`, `saved_shape`, `forward` and `backward` (see chunked.py). The reference is
+A backend is a module with the functions `refuses`, `saved_shapes`, `forward` and `backward` (see chunked.py). The reference is
 apart: autograd differentiates it.
 """
 

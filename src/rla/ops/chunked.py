@@ -18,7 +18,7 @@ Saved for backward are the inputs and the states before each chunk; the rest is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -41,10 +41,10 @@ def _chunk_size(method: Method) -> int:
     return CHUNK_VECTOR if method.decay == "vector" else CHUNK
 
 
-def saved_shape(q: Tensor, v: Tensor, N: int, method: Method) -> tuple[int, ...]:
+def saved_shapes(q: Tensor, v: Tensor, N: int, method: Method) -> tuple[tuple[int, ...]]:
     """Shape of the states kept for backward: at most one set for each chunk of N sequences."""
     chunks = q.shape[0] * q.shape[1] // _chunk_size(method) + N
-    return (chunks, 2 if method.has_R else 1, v.shape[2], q.shape[3], v.shape[3])
+    return ((chunks, 2 if method.has_R else 1, v.shape[2], q.shape[3], v.shape[3]),)
 
 
 def _steps(B: int, T: int, bounds: list[int] | None, C: int) -> Iterator[tuple[slice, slice, slice, slice]]:
@@ -73,14 +73,14 @@ def forward(
     cu_seqlens: Tensor | None,
     method: Method,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor]]:
     """Output, final S, final R (empty without one) and the states before each chunk (empty unless `save`)."""
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
     dtype = torch.promote_types(q.dtype, torch.float32)
     bounds = None if cu_seqlens is None else cu_seqlens.tolist()
     N = B if bounds is None else len(bounds) - 1
     S, R = (q.new_zeros(N, HV, K, V, dtype=dtype) if M is None else M.clone() for M in (S0, R0))
-    saved = q.new_empty(saved_shape(q, v, N, method) if save else 0, dtype=dtype)
+    saved = q.new_empty(saved_shapes(q, v, N, method)[0] if save else 0, dtype=dtype)
     o = q.new_empty(B, T, HV, V)
     used = 0
     for rows, tokens, states, chunks in _steps(B, T, bounds, _chunk_size(method)):
@@ -97,7 +97,7 @@ def forward(
             R[states] = c.decay_C * Rn + c.kL.mT @ c.w
     if save:
         saved[used:] = 0
-    return o, S, R if method.has_R else R.new_empty(0), saved
+    return o, S, R if method.has_R else R.new_empty(0), (saved,)
 
 
 def backward(
@@ -113,10 +113,11 @@ def backward(
     S0: Tensor | None,
     R0: Tensor | None,
     cu_seqlens: Tensor | None,
-    saved: Tensor,
+    kept: Sequence[Tensor],
     method: Method,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, log_alpha, beta, gamma, S0 and R0 (None for those not given)."""
+    saved = kept[0]
     B, T = q.shape[:2]
     bounds = None if cu_seqlens is None else cu_seqlens.tolist()
     inputs = (q, k, v, log_alpha, beta, gamma)

@@ -7,8 +7,9 @@ in float32; they use as many threads as torch would, and give the same bits for 
 On CPUs with AMX the forward of bfloat16 rounds states and updates to bfloat16 where they enter large products; triangular
 systems, sums and backward stay in float32. The first such call tries AMX in a child process: see `amx`.
 
-`saved`, what forward leaves for backward, holds states of some tokens and, of float32 inputs, what S and R predict
-for every token and a token's products with the keys of its chunk: backward computes the rest again.
+What forward leaves for backward: `saved`, states of some tokens and, of float32 inputs, a token's products with the keys of its
+chunk; pS and pR, of float32 inputs again, what S and R predict for every token. Backward computes the rest again. It writes the
+gradients of v and k where the predictions were.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,8 +38,8 @@ _FLOAT = torch.float32
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CORRECTIONS = {"none": 0, "token": 1, "fitted": 2}
 _LOSSES = {"l2": 0, "huber": 1, "logcosh": 2}
-_ARGS = struct.Struct("=52qd")  # struct Args in csrc/args.h: 24 pointers, 7 sizes, 12 strides, 9 switches, the clip
-_POINTERS, _REST = struct.Struct("=24q"), struct.Struct("=28qd")  # the same in two parts
+_ARGS = struct.Struct("=54qd")  # struct Args in csrc/args.h: 26 pointers, 7 sizes, 12 strides, 9 switches, the clip
+_POINTERS, _REST = struct.Struct("=26q"), struct.Struct("=28qd")  # the same in two parts
 _POSITIVE = "log_alpha: expected values <= 0, natural logarithms of decays in [0, 1]; got a positive one"
 
 
@@ -141,15 +142,16 @@ def refuses(device: str, dtype: torch.dtype, K: int, V: int, vector: bool) -> st
     return "native has no vector decay" if vector else None
 
 
-def _kept(V: int, method: Method, dtype: torch.dtype) -> int:
-    """Numbers that forward keeps for backward of a token and value head, beside states."""
-    if dtype is not _FLOAT:
-        return 0
-    library = _library()
-    delta = method.rule == "delta"
-    predicts = delta or method.has_residual
+def _predicts(method: Method, dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether forward keeps what S predicts for backward, and what R predicts."""
+    delta, kept = method.rule == "delta", dtype is _FLOAT
+    return kept and (delta or method.has_residual), kept and delta and method.has_R
+
+
+def _pairs(method: Method, dtype: torch.dtype) -> int:
+    """Products of a token with the keys of its chunk that forward keeps for backward."""
     plain_sum = method.has_residual and not method.gate_output
-    return (1 + plain_sum + predicts) * library.chunk + (predicts + (delta and method.has_R)) * _width(V)
+    return (1 + plain_sum + _predicts(method, dtype)[0]) * _library().chunk if dtype is _FLOAT else 0
 
 
 def _width(V: int) -> int:
@@ -162,11 +164,14 @@ def _segments(K: int, V: int, packed: bool, method: Method, dtype: torch.dtype) 
     """Where states are saved: every so many tokens, but one time in so many not (0: always); struct Segments in csrc/chunk.h.
 
     As often as goes with q, k, v, o and their gradients taking no less memory than what is saved: backward computes less again.
-    Tokens are those of whole chunks; of two, which AMX takes at a time, for half precision.
+    Predictions whose memory a gradient gets don't count. Tokens are those of whole chunks; of two, which AMX takes at a time,
+    for half precision.
     """
     every = _library().chunk * (1 if dtype is _FLOAT else 2)
     states = (1 + method.has_R) * K * _width(V)
-    room = max((K + V) * dtype.itemsize - _kept(V, method, dtype), K + V)  # numbers for states, of a token and value head
+    alone = V if K != V and _predicts(method, dtype)[1] else 0  # a prediction of R that is no place for dk
+    # numbers for states, of a token and value head
+    room = max((K + V) * dtype.itemsize - _pairs(method, dtype) - alone, K + V)
     while states > 2 * every * room:
         every *= 2
     if states <= every * room:
@@ -174,13 +179,14 @@ def _segments(K: int, V: int, packed: bool, method: Method, dtype: torch.dtype) 
     return (2 * every, 0) if packed else (every, states // (states - every * room))
 
 
-def saved_shape(q: Tensor, v: Tensor, N: int, method: Method) -> tuple[int, ...]:
-    """The shape of `saved`. A packed sequence of l tokens fills (l - 1) // every slots, so T // every are enough."""
+def saved_shapes(q: Tensor, v: Tensor, N: int, method: Method) -> tuple[tuple[int, ...], ...]:
+    """The shapes of `saved`, pS and pR. A packed sequence of l tokens fills (l - 1) // every slots: T // every are enough."""
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
     every, skip = _segments(K, V, N != B, method, q.dtype)
     last = max(T - 1, 0) // every
     slots = T // every if N != B else B * (last - ((last + 1) // skip if skip else 0))
-    return (HV * (B * T * _kept(V, method, q.dtype) + slots * (1 + method.has_R) * K * _width(V)),)
+    saved = HV * (B * T * _pairs(method, q.dtype) + slots * (1 + method.has_R) * K * _width(V))
+    return (saved,), *((B, T, HV, V) if kept else (0,) for kept in _predicts(method, v.dtype))
 
 
 def _pointer(x: Tensor | None) -> int:
@@ -253,8 +259,8 @@ def forward(
     cu_seqlens: Tensor | None,  # [N + 1]
     method: Method,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, final S, final R (empty if the method has none), and what backward needs (empty unless `save`)."""
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """Output, final S, final R (empty if the method has none), and for backward saved, pS, pR (empty unless `save`)."""
     dtype = q.dtype
     if dtype == torch.bfloat16:
         amx()
@@ -267,13 +273,13 @@ def forward(
     o = memory.empty((B, T, HV, V), dtype)
     S = empty_state(q, v, N)
     R = empty_state(q, v, N) if method.has_R else S.new_empty(0)
-    saved = memory.empty(saved_shape(q, v, N, method) if save else (0,), _FLOAT)
+    kept = tuple(memory.empty(shape if save else (0,), _FLOAT) for shape in saved_shapes(q, v, N, method))
     pointers = (
         o.data_ptr(), 0, 0, 0, *map(_pointer, (log_alpha, beta, gamma, S0, R0)), 0, 0,
-        S.data_ptr(), R.data_ptr(), saved.data_ptr(), 0, 0, 0, 0, 0, _pointer(cu_seqlens),
+        *map(_pointer, (S, R, *kept)), 0, 0, 0, 0, 0, _pointer(cu_seqlens),
     )  # fmt: skip
     _call("forward", method, q, k, v, N, None, pointers)
-    return o, S, R, saved
+    return o, S, R, kept
 
 
 def backward(
@@ -289,10 +295,15 @@ def backward(
     S0: Tensor | None,
     R0: Tensor | None,
     cu_seqlens: Tensor | None,
-    saved: Tensor,
+    kept: Sequence[Tensor],  # saved, pS, pR
     method: Method,
+    overwrite: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, log_alpha, beta, gamma, S0, R0; None for what is None."""
+    """Gradients of q, k, v, log_alpha, beta, gamma, S0, R0; None for what is None.
+
+    overwrite: write that of v to pS where there is one, and that of k to pR where there is one of its shape.
+    """
+    _, pS, pR = kept
     inputs = (q, k, v, log_alpha, beta, gamma, S0, R0)
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     q, k, v = _rows(q), _rows(k), _rows(v)
@@ -300,7 +311,9 @@ def backward(
     log_alpha, beta, gamma = map(_float, (log_alpha, beta, gamma))
     S0, R0, dS, dR = map(_by_columns, (S0, R0, dS, dR))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
-    dq, dk, dv = (memory.empty(x.shape, x.dtype) for x in (q, k, v))
+    dq = memory.empty(q.shape, q.dtype)
+    dk = pR if overwrite and pR.shape == k.shape else memory.empty(k.shape, k.dtype)
+    dv = pS if overwrite and pS.shape == v.shape else memory.empty(v.shape, v.dtype)
     da, db, dg = (None if x is None else torch.empty_like(x) for x in (log_alpha, beta, gamma))
     dS0, dR0 = (None if x is None else torch.empty_like(x) for x in (S0, R0))
     if not method.has_residual and dg is not None:
@@ -309,7 +322,7 @@ def backward(
         dR0.zero_()
     pointers = (
         0, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), *map(_pointer, (log_alpha, beta, gamma, S0, R0, dS, dR)),
-        0, 0, saved.data_ptr(), *map(_pointer, (da, db, dg, dS0, dR0, cu_seqlens)),
+        0, 0, *map(_pointer, (*kept, da, db, dg, dS0, dR0, cu_seqlens)),
     )  # fmt: skip
     _call("backward", method, q, k, v, N, do, pointers)
     dS0, dR0 = (None if x is None else x.mT.contiguous() for x in (dS0, dR0))
@@ -334,7 +347,7 @@ def step(
     o = torch.empty_like(v) if v.is_contiguous() else torch.empty_like(v, memory_format=torch.contiguous_format)
     pointers = (
         o.data_ptr(), 0, 0, 0, _pointer(log_alpha), _pointer(beta), _pointer(gamma), 0, 0, 0, 0,
-        S.data_ptr(), _pointer(R), 0, 0, 0, 0, 0, 0, 0,
+        S.data_ptr(), _pointer(R), 0, 0, 0, 0, 0, 0, 0, 0, 0,
     )  # fmt: skip
     if _call("step", method, q, k, v, q.shape[0], None, pointers):
         raise ValueError(_POSITIVE)
@@ -416,7 +429,7 @@ def plain_step(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, o.data_ptr(), 0, 0, 0,
         0 if log_alpha is None else log_alpha.data_ptr(), 0 if beta is None else beta.data_ptr(),
         0 if gamma is None else gamma.data_ptr(), 0, 0, 0, 0, S.data_ptr(), 0 if R is None else R.data_ptr(),
-        0, 0, 0, 0, 0, 0, 0,
+        0, 0, 0, 0, 0, 0, 0, 0, 0,
     )  # fmt: skip
     if function(pointers + rest):
         raise ValueError(_POSITIVE)

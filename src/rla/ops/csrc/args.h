@@ -9,6 +9,8 @@ struct Args {
   const float *log_alpha, *beta, *gamma;  // [B,T,HV] contiguous
   const float *S0, *R0, *dS, *dR;      // [N,HV,V,K] contiguous: states lie by columns, here and below
   float *S, *R, *saved;                // final states [N,HV,V,K]; what backward needs, in the kernel's own layout (Task)
+  float *pS, *pR;                      // [B,T,HV,V] contiguous: predictions that forward keeps for backward. dv may lie in pS, and
+                                       // dk in pR: what backward writes for a token it writes after it has read the token's predictions
   float *dlog_alpha, *dbeta, *dgamma;  // [B,T,HV] contiguous
   float *dS0, *dR0;
   const int64_t *cu_seqlens;           // [N+1]

@@ -79,8 +79,8 @@ struct Problem {
   bool delta, residual, fitted, gated, sum;
   int dtype;
   int64_t state;  // floats of one state in panels
-  int64_t kept, pairs;  // predictions and matrices of pairs that forward keeps for backward; not of half precision, where they
-                        // would be larger than q
+  bool kept;      // predictions are kept by forward for backward: not of half precision, where they would be larger than q
+  int64_t pairs;  // matrices of pairs that it keeps
   int64_t blocks;  // of K, in operands of AMX
   Segments segments;
   int64_t panel;   // floats of a panel of a running state; with AMX its right operand follows it
@@ -99,21 +99,21 @@ struct Problem {
     dtype = (int)a.dtype;
     state = strips * K * NR;
     segments = {a.every, a.skip};
-    kept = dtype != F32 ? 0 : (delta || residual) + (delta && fitted);
+    kept = dtype == F32 && (delta || residual);
     pairs = dtype != F32 ? 0 : 1 + sum + (delta || residual);
     blocks = (K + DEPTH - 1) / DEPTH;
     panel = K * NR + (AMX ? blocks * RIGHT / 2 : 0);
     const bool aligned = ((size_t)a.o | (size_t)a.dq | (size_t)a.dk | (size_t)a.dv) % (4 * W) == 0;
     const bool whole = dtype == F32 ? K % W == 0 && V % W == 0 : AMX && V % NR == 0;  // of half precision the output alone
     past = whole && aligned && tokens() * ((a.dq ? 2 * a.H * K : 0) + a.HV * V) * bytes() > PAST;
-    past_saved = a.saved && (size_t)a.saved % (4 * W) == 0 && saved() * 4 > PAST;
+    past_saved = ((size_t)a.saved | (size_t)a.pS | (size_t)a.pR) % (4 * W) == 0 && V % W == 0 && saved() * 4 > PAST;
   }
   int64_t states() const { return fitted ? 2 : 1; }
   int64_t tokens() const { return a.B * a.T; }
-  int64_t kept_floats() const { return a.HV * tokens() * (pairs * C + strips * kept * NR); }
-  int64_t saved() const {  // floats of all that forward saves
+  int64_t pair_floats() const { return a.HV * tokens() * pairs * C; }
+  int64_t saved() const {  // floats
     const int64_t slots = a.N != a.B ? a.T / a.every : a.B * (segments.count(a.T) - 1);
-    return kept_floats() + slots * a.HV * states() * state;
+    return pair_floats() + slots * a.HV * states() * state;
   }
   int64_t columns(int64_t first, int64_t count) const { return least(V, (first + count) * NR) - first * NR; }  // of panels
   int64_t bytes() const { return dtype == F32 ? 4 : 2; }
@@ -136,21 +136,16 @@ struct Task {
     return b * stride[0] + (start + t) * stride[1] + head * stride[2];
   }
   int64_t gate(const Problem& p, int64_t t) const { return (b * p.a.T + start + t) * p.a.HV + h; }
-  // What forward saves: matrices of pairs and predictions that it keeps, and states.
+  // What forward saves: matrices of pairs, and states.
   // Rows of matrix n of pairs, from token t on.
   float* pairs(const Problem& p, int64_t n, int64_t t) const {
     return p.a.saved + ((h * p.pairs + n) * p.tokens() + b * p.a.T + start + t) * C;
-  }
-  // Panel s of what S (n = 0) or R (n = 1) predicts: rows from token t on.
-  float* prediction(const Problem& p, int64_t n, int64_t s, int64_t t) const {
-    float* predictions = p.a.saved + p.a.HV * p.pairs * p.tokens() * C;
-    return predictions + (((h * p.strips + s) * p.kept + n) * p.tokens() + b * p.a.T + start + t) * NR;
   }
   // Where forward saves the states of segment s >= 1. Packed sequences, of which none skips, cannot collide: one with l tokens has
   // (l - 1) / every of them.
   float* saved(const Problem& p, int64_t s) const {
     const int64_t base = p.a.N != p.a.B ? start / p.a.every : b * (segments - 1);
-    return p.a.saved + p.kept_floats() + ((base + s - 1) * p.a.HV + h) * p.states() * p.state;
+    return p.a.saved + p.pair_floats() + ((base + s - 1) * p.a.HV + h) * p.states() * p.state;
   }
 };
 
@@ -212,8 +207,9 @@ inline void fetch_inputs(Fetch& f, const Problem& p, const Task& task, int64_t t
 inline void fetch_kept(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t tokens) {
   if (!p.pairs) return;
   f.add(task.pairs(p, 0, t), tokens * C * 4, p.pairs, p.tokens() * C * 4);
-  for (int64_t n = 0; n < p.kept; ++n)
-    f.add(task.prediction(p, n, 0, t), tokens * NR * 4, p.strips, p.kept * p.tokens() * NR * 4);
+  const int64_t stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
+  for (const float* x : {p.a.pS, p.a.pR})
+    if (x) fetch_rows(f, p, task, x, stride, task.h, p.V, t, tokens);
 }
 // What forward will touch in the chunks at t, in `count` panels from `first` on.
 inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count) {

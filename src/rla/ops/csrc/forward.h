@@ -36,16 +36,11 @@ enum Pass { OUTPUT, STATES, ERRORS };
 struct Strip {
   float *u, *w, *uL, *wL;  // uL = L * u; in forward for each chunk of a group
   float *x, *y, *e;        // of ERRORS
-  float *pS = nullptr, *pR = nullptr;  // null in a forward that keeps nothing
+  float *pS, *pR;          // predictions, in backward
   // with AMX: k S ... q R without the factors sk and sq, and right operands: what the chunk before in the group leaves behind
   float *rkS = nullptr, *rkR = nullptr, *qS = nullptr, *qR = nullptr;
   uint16_t *u16 = nullptr, *w16 = nullptr;
   Fetch* fetch;  // what the next chunk touches
-  // pS and pR are those that forward keeps for backward, if it does.
-  void keep(const Problem& p, const Task& task, const Chunk& ch, int64_t s) {
-    if (p.kept > 0) pS = task.prediction(p, 0, s, ch.t);
-    if (p.kept > 1) pR = task.prediction(p, 1, s, ch.t);
-  }
 };
 
 // The right operand behind a panel of a running state.
@@ -66,18 +61,28 @@ INLINE void times_state(Tile<M>& x, const Problem& p, const float* rows, const f
 }
 
 // What a state predicts for the tokens of a tile: x = E' * (k S) + G' u, where u = rate * (v - [delta] alpha x) of earlier tokens.
-// u: the rows before the tile. kept: where it is put, or where it lies already.
+// u: the rows before the tile. kept: the caller's pS or pR, to which forward writes it for backward; panel: where backward has it
+// at hand, in panel s.
 template <Pass PASS, int M>
-INLINE void predict(Tile<M>& x, const Problem& p, const Chunk& ch, const Tile<M>& v, const float* rate, const float* decayed_rate,
-                    const float* u, const float* S, const float* ready, float* kept, int64_t i0, Fetch& fetch) {
-  if (PASS == ERRORS || (PASS == STATES && p.kept)) return get(x, kept + i0 * NR);
+INLINE void predict(Tile<M>& x, const Problem& p, const Task& task, const Chunk& ch, const Tile<M>& v, const float* rate,
+                    const float* decayed_rate, const float* u, const float* S, const float* ready, float* kept, float* panel,
+                    int64_t s, int64_t i0, Fetch& fetch) {
+  const int64_t stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
+  const int64_t at = task.row(stride, ch.t + i0, task.h) + s * NR, columns = p.V - s * NR;
+  if (PASS != OUTPUT && p.kept) {
+    get_input(x, F32, kept, at, stride[1], columns);
+    if (PASS == ERRORS) put(panel + i0 * NR, x);
+    return;
+  }
+  if (PASS == ERRORS) return get(x, panel + i0 * NR);
   const float *G = ch.Gp + i0 * C, *diagonal = G + i0;
   times_state(x, p, ch.k + i0 * p.ldk, S, ready + i0 * NR, ch.sk + i0, fetch);
   scale_rows(x, ch.Ep + i0);
   mul_rows(x, G, C, u, i0);
   if (p.delta) solve_lower<true>(x, v, diagonal, C, rate + i0, decayed_rate + i0);
   else solve_lower<false>(x, v, diagonal, C, rate + i0, decayed_rate + i0);
-  if (kept) put_past(kept + i0 * NR, x, NR, PASS == OUTPUT && p.past_saved);
+  if (PASS == STATES) put(panel + i0 * NR, x);
+  else if (kept) put_output(x, F32, kept, at, stride[1], columns, p.past_saved);
 }
 
 template <Pass PASS, int M>
@@ -95,7 +100,7 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Stri
     put(uL + at, x, ch.L + i0);
   };
   get_input(v, p.dtype, a.v, task.row(a.v_stride, ch.t + i0, task.h) + s * NR, a.v_stride[1], columns);
-  if (p.delta || p.residual) predict<PASS>(x, p, ch, v, ch.beta, ch.ab, st.u, S, st.rkS, st.pS, i0, *st.fetch);
+  if (p.delta || p.residual) predict<PASS>(x, p, task, ch, v, ch.beta, ch.ab, st.u, S, st.rkS, a.pS, st.pS, s, i0, *st.fetch);
   if (p.residual) {
     EACH(M, r.v[i][j] = v.v[i][j] - x.v[i][j]);
     if (PASS == ERRORS) put(st.e + at, r);
@@ -106,7 +111,7 @@ INLINE void strip_tile(const Problem& p, const Task& task, const Chunk& ch, Stri
   leave(st.x, ch.beta, st.u, st.uL);
   if (p.fitted) {
     if (p.delta) {
-      predict<PASS>(x, p, ch, r, ch.gamma, ch.ag, st.w, R, st.rkR, st.pR, i0, *st.fetch);
+      predict<PASS>(x, p, task, ch, r, ch.gamma, ch.ag, st.w, R, st.rkR, a.pR, st.pR, s, i0, *st.fetch);
       EACH(M, x.v[i][j] = r.v[i][j] - splat(alpha[i]) * x.v[i][j]);
     } else {
       x = r;
@@ -217,7 +222,6 @@ inline void strip_tiles(const Problem& p, const Task& task, const Chunk& ch, Str
 // Panel s of a group of chunks forward; the states' panels S and R are updated in place, and saved for backward.
 inline void forward_strip(const Problem& p, const Task& task, const Chunk* group, int count, Strip& st, float* S, float* R,
                           int64_t s) {
-  if (p.a.saved) st.keep(p, task, *group, s);
   const int64_t next = group->t + GROUP * C;
   const int64_t segment = p.a.saved && next < task.length ? p.segments.at(next) : -1;
   float *const S_copy = segment > 0 ? task.saved(p, segment) + s * p.K * NR : nullptr;
@@ -329,6 +333,8 @@ inline void forward(const Args& a) {
   int threads = (int)a.threads;
   advise(a.o, p.tokens() * a.HV * a.V * p.bytes());
   if (a.saved) advise(a.saved, p.saved() * 4);
+  for (float* x : {a.pS, a.pR})
+    if (x) advise(x, p.tokens() * a.HV * a.V * 4);
   if ((double)p.tokens() * a.HV * p.K * p.strips * NR < SMALL) threads = 1;
   // Few sequences and heads: a thread takes a part of a head's panels, and makes for itself what they have in common. That is
   // less work than waiting for another thread to make it. A panel's arithmetic is the same either way.

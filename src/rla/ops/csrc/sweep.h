@@ -35,7 +35,7 @@ enum { SUM_BETA, SUM_GAMMA, SUM_DELTA, SUM_ERROR, SUM_R, SUM_KD, SUMS };
 
 // Memory of one worker: panels of the block's columns, [columns / NR][C][NR] each.
 struct Sweep {
-  float *pS[MOST_CHUNKS], *pR[MOST_CHUNKS];  // not used where forward has kept them
+  float *pS[MOST_CHUNKS], *pR[MOST_CHUNKS];  // where forward has kept them one panel, read again for each
   float *S[MOST_CHUNKS], *R[MOST_CHUNKS];  // incoming states of the chunks, panels of the block's columns; the first of a
                                                  // later segment are those that forward has saved
   float *u, *w, *uL, *wL, *x, *y, *e;            // [C][NR]: of one panel of one chunk
@@ -48,7 +48,7 @@ struct Sweep {
   void carve(Arena& m, const Problem& p, int64_t strips) {
     int64_t n = strips * C * NR;
     for (int i = 0; i < p.segments.most_chunks(); ++i) {
-      for (float** a : {&pS[i], &pR[i]}) *a = m.floats(p.kept ? 0 : n);
+      for (float** a : {&pS[i], &pR[i]}) *a = m.floats(p.kept ? C * NR : n);
       S[i] = m.floats(strips * p.K * NR);
       R[i] = m.floats(p.fitted ? strips * p.K * NR : 0);
     }
@@ -57,13 +57,12 @@ struct Sweep {
       *a = m.floats(n);
     sums = m.floats(SUMS * C * W);
   }
-  // Panel s of the block, which is panel first + s of all.
-  Strip strip(const Problem& p, const Task& task, const Chunk& ch, int i, int64_t first, int64_t s) const {
-    int64_t at = s * C * NR;
+  // Panel s of the block, of chunk i of the segment.
+  Strip strip(const Problem& p, int i, int64_t s) const {
+    const int64_t at = p.kept ? 0 : s * C * NR;
     Strip st = {};
     st.u = u, st.w = w, st.uL = uL, st.wL = wL, st.x = x, st.y = y, st.e = e, st.pS = pS[i] + at, st.pR = pR[i] + at;
     st.fetch = fetch;
-    st.keep(p, task, ch, first + s);
     return st;
   }
 };
@@ -323,7 +322,7 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
     begin(i);
     if (i + 1 == count && (p.kept || !predicts)) break;  // nothing is absorbed or predicted
     for (int64_t s = 0; s < strips; ++s) {
-      Strip st = w.strip(p, task, chunks[i], i, first, s);
+      Strip st = w.strip(p, i, s);
       strip_tiles<STATES>(p, task, chunks[i], st, S[i] + s * size, R[i] + s * size, first + s);
       if (i + 1 == count) continue;
       absorb(p, chunks[i], S[i] + s * size, w.S[i + 1] + s * size, st.uL, nullptr, *w.fetch);
@@ -336,7 +335,7 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
     memset(w.sums, 0, SUMS * C * W * 4);
     fetch_sweep(*w.fetch, p, task, i, count, ch.t, next, after);
     for (int64_t s = 0; s < strips; ++s)
-      sweep_strip(p, task, ch, w, w.strip(p, task, ch, i, first, s), dS + s * size, dR + s * size, s, strips, first + s);
+      sweep_strip(p, task, ch, w, w.strip(p, i, s), dS + s * size, dR + s * size, s, strips, first + s);
     float* const sums[SUMS] = {part.beta, part.gamma, part.delta, part.error, part.r, part.kd};
     for (int n = 0; n < SUMS; ++n)
       for (int64_t t = 0; t < C; t += 4) {

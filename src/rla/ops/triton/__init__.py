@@ -54,13 +54,13 @@ def segment(K: int, V: int, itemsize: int, states: int) -> int:
     return tokens
 
 
-def saved_shape(q: Tensor, v: Tensor, N: int, method: Method) -> tuple[int, ...]:
+def saved_shapes(q: Tensor, v: Tensor, N: int, method: Method) -> tuple[tuple[int, ...]]:
     """The shape of `saved`. A packed sequence of l tokens fills (l - 1) // segment slots, so T // segment are enough."""
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
     states = 1 + method.has_R
     tokens = segment(K, V, q.element_size(), states)
     slots = T // tokens if N != B else B * (max(T - 1, 0) // tokens)
-    return slots, HV, states, K, V
+    return ((slots, HV, states, K, V),)
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ...method import Method
 from ..reference import NORM_EPS
-from . import interpreted, saved_shape, segment, tune
+from . import interpreted, saved_shapes, segment, tune
 from .between import between
 from .config import Config, Tile, configure
 from .decode import decode
@@ -165,16 +166,16 @@ def forward(
     cu_seqlens: Tensor | None,
     method: Method,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor]]:
     """Output, final S, final R (empty if the method has none), and what backward needs (empty unless `save`)."""
     p = _Problem(q, k, v, log_alpha, beta, gamma, S0, R0, cu_seqlens, method)
     o = q.new_empty(p.B, p.T, p.HV, p.V)
     S = q.new_empty(p.N, p.HV, p.K, p.V, dtype=torch.float32)
     R = torch.empty_like(S) if method.has_R else S.new_empty(0)
-    saved = S.new_empty(saved_shape(q, v, p.N, method) if save else 0)
+    saved = S.new_empty(saved_shapes(q, v, p.N, method)[0] if save else 0)
     p.prepare(backward=False)
     p.scan(p.N, saved, (o, S, R), (None,) * 4, TRACE=False, SAVE=saved.numel() > 0)
-    return o, S, R, saved
+    return o, S, R, (saved,)
 
 
 def backward(
@@ -190,7 +191,7 @@ def backward(
     S0: Tensor | None,
     R0: Tensor | None,
     cu_seqlens: Tensor | None,
-    saved: Tensor,
+    kept: Sequence[Tensor],
     method: Method,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, log_alpha, beta, gamma, S0, R0; None for what is None."""
@@ -203,7 +204,7 @@ def backward(
     xw = torch.empty_like(p.v) if s["RESIDUAL"] else None
     slopes = torch.empty_like(p.v) if s["LOSS"] else None
     states = q.new_empty(slots, p.HV, 1 + method.has_R, p.K, p.V)
-    p.scan(p.slots(p.segment), saved, (None,) * 3, (x, xw, slopes, states), TRACE=True, SAVE=False)
+    p.scan(p.slots(p.segment), kept[0], (None,) * 3, (x, xw, slopes, states), TRACE=True, SAVE=False)
 
     adjoints, y, dv = torch.empty_like(states), torch.empty_like(p.v), torch.empty_like(p.v)
     z = torch.empty_like(p.v) if s["FITTED"] else None
