@@ -39,7 +39,8 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CORRECTIONS = {"none": 0, "token": 1, "fitted": 2}
 _LOSSES = {"l2": 0, "huber": 1, "logcosh": 2}
 _ARGS = struct.Struct("=54qd")  # struct Args in csrc/args.h: 26 pointers, 7 sizes, 12 strides, 9 switches, the clip
-_POINTERS, _REST = struct.Struct("=26q"), struct.Struct("=28qd")  # the same in two parts
+# The same in two parts, as a step needs them: its pointers (q k v, o, gates, S R) with zeros between them, and the rest.
+_POINTERS, _REST = struct.Struct("=3q8xq24x3q32x2q72x"), struct.Struct("=28qd")
 _POSITIVE = "log_alpha: expected values <= 0, natural logarithms of decays in [0, 1]; got a positive one"
 
 
@@ -426,10 +427,9 @@ def plain_step(
     o = torch.empty_like(v)
     gamma = beta if tied else gamma
     pointers = _POINTERS.pack(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, o.data_ptr(), 0, 0, 0,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(),
         0 if log_alpha is None else log_alpha.data_ptr(), 0 if beta is None else beta.data_ptr(),
-        0 if gamma is None else gamma.data_ptr(), 0, 0, 0, 0, S.data_ptr(), 0 if R is None else R.data_ptr(),
-        0, 0, 0, 0, 0, 0, 0, 0, 0,
+        0 if gamma is None else gamma.data_ptr(), S.data_ptr(), 0 if R is None else R.data_ptr(),
     )  # fmt: skip
     if function(pointers + rest):
         raise ValueError(_POSITIVE)
