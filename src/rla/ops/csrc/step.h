@@ -1,7 +1,5 @@
 // One token: states are updated in place and, lying by columns, [B, HV, V, K], pass through the core once. One loop updates a
-// few columns and takes the products of k and q with those after the next; what those between need is computed meanwhile.
-// It goes through four rows of memory side by side, two columns of S and R or four of S: with fewer their sums are too few
-// to hide the latency of an FMA, and 4 x 2 sums, 4 updates, alpha, k and q leave one of 16 registers.
+// column and takes the products of k and q with the second next one; what the column between them needs is computed meanwhile.
 //
 //     u = beta (v - [delta] alpha k S)                  S <- alpha S + k^T u
 //     w = gamma (psi(v - k S) - [delta] alpha k R)      R <- alpha R + k^T w
@@ -16,111 +14,85 @@ struct Token {
   float alpha, beta, gamma, qk;
 };
 
-// Columns 0 .. N - 1 of S and, if FITTED, of R.
-template <int N, bool FITTED> struct Columns {
-  static constexpr int ROWS = FITTED ? 2 * N : N;  // of floats: the columns of S, then those of R
+struct Products {
+  float kS, qS, kR, qR;
+};
+
+// What a token adds to a column, times k.
+struct Update {
+  float u, w;
+};
+
+// A column of S and, if FITTED, of R.
+template <bool FITTED> struct Column {
   float *S, *R;
-  INLINE Columns ahead(int64_t by) const { return {S + by, FITTED ? R + by : nullptr}; }
-  INLINE float* row(int i, int64_t K) const { return i < N ? S + i * K : R + (i - N) * K; }
+  INLINE Column ahead(int64_t by) const { return {S + by, FITTED ? R + by : nullptr}; }
 };
 
-// Of each row: its products with k and q, and what a token adds to it, times k.
-template <int ROWS> struct Products {
-  float k[ROWS], q[ROWS];
-};
-template <int ROWS> struct Update {
-  float x[ROWS];
-};
-
-// If READ the products of k and q with columns x; if WRITE columns y <- alpha y + k add. alpha and K are passed by value: a
+// If READ the products of k and q with column x; if WRITE column y <- alpha y + k (u, w). alpha and K are passed by value: a
 // store might change what is in memory. WHOLE: K is a multiple of W, and no code for the rest is in the way.
-template <bool READ, bool WRITE, bool WHOLE, int N, bool FITTED, int ROWS = Columns<N, FITTED>::ROWS>
-INLINE Products<ROWS> sweep_columns(const Token& t, int64_t K, Columns<N, FITTED> x, Columns<N, FITTED> y, float alpha,
-                                    const Update<ROWS>& add) {
-  V kM[ROWS], qM[ROWS], adds[ROWS];
-  const V as = splat(alpha);
-  unroll<ROWS>([&](auto i) __attribute__((always_inline)) { kM[i] = qM[i] = V{}, adds[i] = splat(add.x[i]); });
-  // Floats d .. d + W - 1 of the rows; PART: up to K, then zeros. A loop over single floats might be rounded in one way if READ
-  // alone and in another if WRITE, too.
-  const auto part = [&](auto PART, int64_t d) __attribute__((always_inline)) {
-    const V k = load(t.k + d), q = load(t.q + d);
-    const auto get = [&](const float* p) __attribute__((always_inline)) {
-      if constexpr (!PART.value) return load(p);
-      V m = V{};
-      memcpy(&m, p, (K - d) * 4);
-      return m;
-    };
-    unroll<ROWS>([&](auto i) __attribute__((always_inline)) {
-      if constexpr (READ) {
-        const V m = get(x.row(i, K) + d);
-        kM[i] += k * m;
-        qM[i] += q * m;
-      }
-      if constexpr (WRITE) {
-        const V m = as * get(y.row(i, K) + d) + k * adds[i];
-        if constexpr (PART.value) memcpy(y.row(i, K) + d, &m, (K - d) * 4);
-        else store(y.row(i, K) + d, m);
-      }
-    });
-  };
+template <bool READ, bool WRITE, bool WHOLE, bool FITTED>
+INLINE Products sweep_columns(const Token& t, int64_t K, Column<FITTED> x, Column<FITTED> y, float alpha, Update g) {
+  V kS = V{}, qS = V{}, kR = V{}, qR = V{};
+  const V as = splat(alpha), us = splat(g.u), ws = splat(g.w);
   int64_t d = 0;
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (; d + W <= K; d += W) {
-    for (int l = 0; READ && l < N * W; l += 16) {  // the next columns: a core cannot guess where such short rows go on
-      __builtin_prefetch(x.S + N * (K + d) + l);
-      if constexpr (FITTED) __builtin_prefetch(x.R + N * (K + d) + l);
-    }
-    part(Int<0>{}, d);
+    const V k = load(t.k + d), q = load(t.q + d);
+    const auto state = [&](V& kM, V& qM, const float* from, float* to, V add) __attribute__((always_inline)) {
+      if constexpr (READ) {
+        const V m = load(from + d);
+        kM += k * m;
+        qM += q * m;
+      }
+      if constexpr (WRITE) store(to + d, as * load(to + d) + k * add);
+    };
+    state(kS, qS, x.S, y.S, us);
+    if constexpr (FITTED) state(kR, qR, x.R, y.R, ws);
   }
-  if (!WHOLE && d < K) part(Int<1>{}, d);
-  Products<ROWS> sums;
-  if constexpr (ROWS == 4) {
-    sum4(kM[0], kM[1], kM[2], kM[3], sums.k);
-    sum4(qM[0], qM[1], qM[2], qM[3], sums.q);
-  } else {
-    unroll<ROWS>([&](auto i) __attribute__((always_inline)) { sums.k[i] = sum(kM[i]), sums.q[i] = sum(qM[i]); });
+  Products sums;
+  sum4(kS, qS, kR, qR, &sums.kS);
+  for (; !WHOLE && d < K; ++d) {
+    const auto state = [&](float& kM, float& qM, const float* from, float* to, float add) __attribute__((always_inline)) {
+      if constexpr (READ) kM += t.k[d] * from[d], qM += t.q[d] * from[d];
+      if constexpr (WRITE) to[d] = alpha * to[d] + t.k[d] * add;
+    };
+    state(sums.kS, sums.qS, x.S, y.S, g.u);
+    if constexpr (FITTED) state(sums.kR, sums.qR, x.R, y.R, g.w);
   }
   return sums;
 }
 
-// Columns first .. end - 1, N at a time; returns the first of those that are left.
-template <int N, bool WHOLE, bool FITTED>
-inline int64_t run_columns(const Problem& p, Token& t, float* S, float* R, int64_t first, int64_t end) {
-  constexpr int ROWS = Columns<N, FITTED>::ROWS;
+// Columns first .. end - 1.
+template <bool WHOLE, bool FITTED>
+inline void run_columns(const Problem& p, Token& t, Column<FITTED> y, int64_t first, int64_t end) {
   const int64_t K = p.K;
   const bool delta = p.delta, residual = p.residual, logcosh = p.a.loss == LOGCOSH;
   const float alpha = t.alpha, beta = t.beta, gamma = t.gamma, qk = t.qk, base = p.sum ? 1 : alpha, go = p.gated ? gamma : 1;
   const float clip = p.a.loss == HUBER ? (float)p.a.clip : INFINITY;  // psi, of one float
-  if (first + N > end) return first;
-  Columns<N, FITTED> y = Columns<N, FITTED>{S, R}.ahead(first * K);
-  Products<ROWS> x = sweep_columns<true, false, WHOLE>(t, K, y, y, alpha, {}), next = x;
-  if (first + 2 * N <= end) next = sweep_columns<true, false, WHOLE>(t, K, y.ahead(N * K), y, alpha, {});
-  int64_t c = first;
-  for (; c + N <= end; c += N, y = y.ahead(N * K)) {
-    Update<ROWS> add;
-    for (int i = 0; i < N; ++i) {
-      const float v = t.v[c + i], e = v - x.k[i], u = beta * (delta ? v - alpha * x.k[i] : v);
-      float o = base * x.q[i];
-      add.x[i] = u;
-      if (residual) {
-        const float r = logcosh ? tanh(splat(e))[0] : e > clip ? clip : e < -clip ? -clip : e;
-        if constexpr (FITTED) {
-          const float w = gamma * (delta ? r - alpha * x.k[N + i] : r);
-          add.x[N + i] = w;
-          o += go * (alpha * x.q[N + i] + qk * w);
-        } else {
-          o += go * qk * r;
-        }
+  y = y.ahead(first * K);
+  Products x = sweep_columns<true, false, WHOLE>(t, K, y, y, alpha, {}), next = x;
+  if (first + 1 < end) next = sweep_columns<true, false, WHOLE>(t, K, y.ahead(K), y, alpha, {});
+  for (int64_t c = first; c < end; ++c, y = y.ahead(K)) {
+    const float v = t.v[c], e = v - x.kS;
+    Update g = {beta * (delta ? v - alpha * x.kS : v), 0};
+    float o = base * x.qS;
+    if (residual) {
+      const float r = logcosh ? tanh(splat(e))[0] : e > clip ? clip : e < -clip ? -clip : e;
+      if constexpr (FITTED) {
+        g.w = gamma * (delta ? r - alpha * x.kR : r);
+        o += go * (alpha * x.qR + qk * g.w);
       } else {
-        o += qk * u;
+        o += go * qk * r;
       }
-      t.o[c + i] = o;
+    } else {
+      o += qk * g.u;
     }
+    t.o[c] = o;
     x = next;
-    if (c + 3 * N <= end) next = sweep_columns<true, true, WHOLE>(t, K, y.ahead(2 * N * K), y, alpha, add);
-    else sweep_columns<false, true, WHOLE>(t, K, y, y, alpha, add);
+    if (c + 2 < end) next = sweep_columns<true, true, WHOLE>(t, K, y.ahead(2 * K), y, alpha, g);
+    else sweep_columns<false, true, WHOLE>(t, K, y, y, alpha, g);
   }
-  return c;
 }
 
 // q or k of one token, normalised; zero up to a whole vector.
@@ -163,14 +135,12 @@ inline void step_columns(const Problem& p, int64_t b, int64_t h, int64_t first, 
   t.beta = a.beta ? a.beta[gate] : 1;
   t.gamma = a.gamma ? a.gamma[gate] : 1;
   const int64_t at = gate * p.K * p.V;
-  float *S = a.S + at, *R = p.fitted ? a.R + at : nullptr;
-  const auto run = [&](auto whole, auto fitted) {
-    constexpr bool WHOLE = whole.value, FITTED = fitted.value;
-    const int64_t rest = run_columns<FITTED ? 2 : 4, WHOLE, FITTED>(p, t, S, R, first, end);
-    run_columns<1, WHOLE, FITTED>(p, t, S, R, rest, end);
+  const auto run = [&](auto y) {
+    if (p.K % W == 0) run_columns<true>(p, t, y, first, end);
+    else run_columns<false>(p, t, y, first, end);
   };
-  if (p.K % W == 0) p.fitted ? run(Int<1>{}, Int<1>{}) : run(Int<1>{}, Int<0>{});
-  else p.fitted ? run(Int<0>{}, Int<1>{}) : run(Int<0>{}, Int<0>{});
+  if (p.fitted) run(Column<true>{a.S + at, a.R + at});
+  else run(Column<false>{a.S + at, nullptr});
   store_row(p.dtype, a.o, gate * p.V + first, t.o + first, end - first);
 }
 
