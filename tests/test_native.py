@@ -160,8 +160,8 @@ def test_gradients_lie_where_predictions_were(name):
     x = make(ALL[name], Case(B=1, T=70, H=2, K=8, V=8), torch.float32)
     inputs = [x.get(n) for n in NAMES]
     detached = [None if t is None else t.detach() for t in inputs]
-    o, _, _, kept = native.forward(*detached, None, ALL[name], True)
-    _, dk, dv, *_ = native.backward(o, None, None, *detached, None, kept, ALL[name], overwrite=True)
+    o, _, _, kept = native.forward(*detached, cu_seqlens=None, method=ALL[name], save=True)
+    _, dk, dv, *_ = native.backward(o, None, None, *detached, cu_seqlens=None, kept=kept, method=ALL[name], overwrite=True)
     assert dv is kept[1]
     assert (dk is kept[2]) == (name == "rdn")
 
