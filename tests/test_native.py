@@ -4,10 +4,13 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import rla
 from common import ALL, NAMES, Case, assert_agrees, call, make, run
@@ -263,3 +266,118 @@ def test_a_step_of_one_head_gives_the_same_bits_for_any_number_of_threads(name, 
     for threads in (2, 3, 5):
         got = step_in_place(x, ALL[name], threads)
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+plain = pytest.mark.skipif(native.missing() is not None or native._exchange() is None, reason="no DLPack exchange interface")
+LIES = {
+    "contiguous": lambda x: x,
+    "a part of another": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "heads before tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "one for all": lambda x: x[:1].expand(x.shape),
+}
+
+
+@plain
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("lies", LIES)
+@pytest.mark.parametrize("name", ("linear", "rdn", "rdn-tied", "rdn-nofit"))
+def test_a_plain_step_reads_tensors_where_they_lie(name, lies, dtype):
+    method = ALL[name]
+    x = make(method, Case(B=3, T=1, H=2, G=2, K=9, V=6, state=True), torch.float32)
+    x |= {n: LIES[lies](x[n].to(dtype)) for n in "qkv"}
+    want, new = call({n: t.double() for n, t in x.items()}, method, "reference")
+    state = [None if M is None else LAYOUTS["by columns"](M.clone()) for M in (x["S"], x.get("R"))]
+    got = native.plain_step(*map(x.get, NAMES[:6]), *state, method)
+    assert got is not None and got.dtype == dtype and got.is_contiguous()
+    torch.testing.assert_close(got.double(), want, atol=1e-5 + torch.finfo(dtype).eps, rtol=torch.finfo(dtype).eps)
+    torch.testing.assert_close(state, [None if M is None else M.float() for M in new])
+
+
+def _by_columns(*shape, **options):
+    return torch.ones(*shape, **options).mT
+
+
+NOT_PLAIN = {
+    "float64": {"q": torch.ones(2, 1, 2, 8, dtype=torch.float64)},
+    "two dtypes": {"k": torch.ones(2, 1, 2, 8, dtype=torch.bfloat16)},
+    "integers": {n: torch.ones(2, 1, 2, 8, dtype=torch.int32) for n in "qk"},
+    "two tokens": {n: torch.ones(2, 2, 2, 8) for n in "qk"},
+    "fewer dimensions": {"q": torch.ones(2, 2, 8)},
+    "another batch": {"v": torch.ones(3, 1, 4, 6)},
+    "heads that don't divide": {"v": torch.ones(2, 1, 3, 6)},
+    "no heads": {"q": torch.ones(2, 1, 0, 8), "k": torch.ones(2, 1, 0, 8)},
+    "keys that lie apart": {"k": torch.ones(2, 1, 2, 16)[..., ::2]},
+    "too large": {n: torch.ones(2, 1, 2, 257) for n in "qk"} | {n: _by_columns(2, 4, 6, 257) for n in "SR"},
+    "a gate of half precision": {"beta": torch.ones(2, 1, 4, dtype=torch.bfloat16)},
+    "a gate for other heads": {"log_alpha": -torch.ones(2, 1, 2)},
+    "a gate that lies apart": {"gamma": torch.ones(2, 1, 8)[..., ::2]},
+    "a number": {"beta": 0.5},
+    "a parameter": {"v": torch.nn.Parameter(torch.ones(2, 1, 4, 6))},
+    "another device": {"k": torch.ones(2, 1, 2, 8, device="meta")},
+    "no memory": {"gamma": torch.ones(2, 1, 4).to_sparse()},
+    "a state by rows": {"S": torch.ones(2, 4, 8, 6)},
+    "a state of another size": {"R": _by_columns(2, 4, 6, 7)},
+    "a state in float64": {"S": _by_columns(2, 4, 6, 8, dtype=torch.float64)},
+    "no R": {"R": None},
+    "vector decay": {"method": rla.Method(decay="vector")},
+    "no decay": {"method": rla.Method(decay="none")},
+    "no rate": {"method": rla.Method(rate="one")},
+    "tied": {"method": rla.Method(gamma="tied")},
+    "a method without R": {"method": rla.Method(correction="none")},
+}
+
+
+def two_tokens(**changes):
+    """A plain step of two sequences."""
+    gates = {"log_alpha": -torch.ones(2, 1, 4), "beta": torch.ones(2, 1, 4), "gamma": torch.ones(2, 1, 4)}
+    x = {"q": torch.ones(2, 1, 2, 8), "k": torch.ones(2, 1, 2, 8), "v": torch.ones(2, 1, 4, 6), **gates}
+    return x | {"S": _by_columns(2, 4, 6, 8), "R": _by_columns(2, 4, 6, 8), "method": rla.METHODS["rdn"]} | changes
+
+
+@plain
+@torch.no_grad()
+@pytest.mark.parametrize("case", NOT_PLAIN)
+def test_what_is_not_plain_gets_the_full_checks(case):
+    x = two_tokens(**NOT_PLAIN[case])
+    assert native.plain_step(**x) is None
+    assert all(M is None or bool((M == 1).all()) for M in (x["S"], x["R"]))
+
+
+@plain
+@torch.no_grad()
+def test_a_plain_step_leaves_modes_alone():
+    x = two_tokens()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert native.plain_step(**x) is None
+    assert (x["S"] == 1).all()
+    assert native.plain_step(**x) is not None
+    assert not (x["S"] == 1).all()
+
+
+@plain
+@torch.no_grad()
+def test_other_threads_of_python_run_during_a_plain_step():
+    x = two_tokens()
+    plan = native._plan(x["method"], 1)
+    objects = [x[n] for n in ("q", "k", "v")] + [torch.empty_like(x["v"])] + [x[n] for n in (*NAMES[3:6], "S", "R")]
+    packed, counts, stop = native._OBJECTS.pack(*map(id, objects)), [0], threading.Event()
+
+    def count():
+        while not stop.is_set():
+            counts[0] += 1
+            time.sleep(0)  # gives the interpreter's lock to the one who waits for it
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # and nobody takes it from the one who has it
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        before = counts[0]
+        for _ in range(10000):
+            assert plan.function(packed, plan.words) == 0
+        assert counts[0] > before
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        thread.join()

@@ -39,8 +39,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CORRECTIONS = {"none": 0, "token": 1, "fitted": 2}
 _LOSSES = {"l2": 0, "huber": 1, "logcosh": 2}
 _ARGS = struct.Struct("=54qd")  # struct Args in csrc/args.h: 26 pointers, 7 sizes, 12 strides, 9 switches, the clip
-# The same in two parts, as a step needs them: its pointers (q k v, o, gates, S R) with zeros between them, and the rest.
-_POINTERS, _REST = struct.Struct("=3q8xq24x3q32x2q72x"), struct.Struct("=28qd")
+_OBJECTS = struct.Struct("=9q")  # struct Objects in csrc/exchange.h
 _POSITIVE = "log_alpha: expected values <= 0, natural logarithms of decays in [0, 1]; got a positive one"
 
 
@@ -355,35 +354,45 @@ def step(
     return o
 
 
-class _Plan(NamedTuple):
-    """Of plain steps of one method and shape: what their tensors must be, and the arguments that are the same for all."""
-
-    gate: tuple[int, ...]
-    state: tuple[int, ...]
-    lies: tuple[int, ...]  # strides of the states
-    gates: tuple[bool, bool, bool]  # whether log_alpha, beta and gamma may be given
-    has_R: bool
-    tied: bool
-    rest: bytes
-    function: Callable[[bytes], int]
-
-
-@functools.lru_cache(maxsize=256)
-def _plan(method: Method, q: tuple[int, ...], v: tuple[int, ...], threads: int) -> _Plan | None:
-    if _library().missing is not None or len(q) != 4 or len(v) != 4:
+@functools.cache
+def _exchange() -> Callable[[bytes, bytes], int] | None:
+    """The kernel of a step that reads torch's tensors by itself, or None where torch has no DLPack exchange interface (< 2.10)."""
+    library, capsule = _library(), getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if library.missing is not None or capsule is None:
         return None
-    (B, T, H, K), (vB, vT, HV, V) = q, v
-    sizes = 0 < K <= MAX_SIZE and 0 < V <= MAX_SIZE
-    if not (T == vT == 1 and vB == B and sizes and H and HV and HV % H == 0) or method.decay == "vector":
+    python = ctypes.pythonapi
+    pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", python))
+    api = pointer(capsule, b"dlpack_exchange_api")
+    lock = [ctypes.cast(f, ctypes.c_void_p).value for f in (python.PyEval_SaveThread, python.PyEval_RestoreThread)]
+    if library.library.rla_set_python(struct.pack("=4q", api, id(None), *lock)):
+        return None
+    function = ctypes.PyDLL(str(library.path)).rla_plain_step
+    function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_char_p], ctypes.c_int64
+    return function
+
+
+class _Plan(NamedTuple):
+    """Of plain steps of one method: what may be given, and the kernel's arguments that don't come from tensors."""
+
+    gates: tuple[tuple[type, ...], ...]  # types that log_alpha, beta and gamma may have
+    R: type
+    tied: bool
+    words: bytes
+    function: Callable[[bytes, bytes], int]
+
+
+@functools.cache
+def _plan(method: Method, threads: int) -> _Plan | None:
+    function, absent = _exchange(), type(None)
+    if function is None or method.decay == "vector":
         return None
     words, clip = _switches(method)
-    strides = (H * K, H * K, K, H * K, H * K, K, HV * V, HV * V, V, 0, 0, 0)
     # a step saves nothing, but a segment has a length
-    rest = _REST.pack(B, 1, H, HV, K, V, B, *strides, _DTYPES[torch.float32], *words, threads, 1, 0, clip)
+    packed = _ARGS.pack(*[0] * 46, *words, threads, 1, 0, clip)
     tied = method.gamma == "tied" and method.has_residual
-    gates = (method.decay != "none", method.rate != "one", method.has_residual and not tied)
-    lies = (HV * K * V, K * V, 1, K)
-    return _Plan((B, 1, HV), (B, HV, K, V), lies, gates, method.has_R, tied, rest, _library().step)
+    given = (method.decay != "none", method.rate != "one", method.has_residual and not tied)
+    gates = tuple((absent, Tensor) if may else (absent,) for may in given)
+    return _Plan(gates, Tensor if method.has_R else absent, tied, packed, function)
 
 
 def plain_step(
@@ -397,44 +406,29 @@ def plain_step(
     R: Tensor | None,
     method: Method,
 ) -> Tensor | None:
-    """`step` in the common case, contiguous float32 tensors on the CPU, with all the checks that it needs; else None.
+    """`step` in the common case, tensors that the kernel takes as they are, with all the checks that it needs; else None.
 
-    The kernel takes some 40 microseconds and the full checks as much again: what is served here would pass them all (the kernel
-    itself looks at the values of log_alpha), what isn't goes through them.
+    The kernel takes some 40 microseconds and the full checks as much again. What is served here would pass them all, what isn't
+    goes through them. Types are looked at here, the rest by the kernel, which gets the tensors themselves: a microsecond.
     """
-    try:
-        shape = q.shape
-        plan = _plan(method, shape, v.shape, torch.get_num_threads())
-        if plan is None:
-            return None
-        gate, states, lies, gates, has_R, tied, rest, function = plan
-        if not (
-            k.shape == shape
-            and S.shape == states
-            and S.stride() == lies
-            and q.dtype is k.dtype is v.dtype is S.dtype is _FLOAT
-            and (q.is_cpu and k.is_cpu and v.is_cpu and S.is_cpu)
-            and (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
-            and (R is not None) is has_R
-            and (R is None or (R.shape == states and R.stride() == lies and R.dtype is _FLOAT and R.is_cpu))
-            and (log_alpha is None or (gates[0] and _is_plain(log_alpha, gate)))
-            and (beta is None or (gates[1] and _is_plain(beta, gate)))
-            and (gamma is None or (gates[2] and _is_plain(gamma, gate)))
-        ):
-            return None
-    except (AttributeError, TypeError):  # not even tensors
+    plan = _plan(method, torch.get_num_threads())
+    if plan is None:
+        return None
+    (alphas, betas, gammas), type_R, tied, words, function = plan
+    if not (type(q) is type(k) is type(v) is type(S) is Tensor and type(R) is type_R):
+        return None
+    if type(log_alpha) not in alphas or type(beta) not in betas or type(gamma) not in gammas:
         return None
     o = torch.empty_like(v)
-    gamma = beta if tied else gamma
-    pointers = _POINTERS.pack(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(),
-        0 if log_alpha is None else log_alpha.data_ptr(), 0 if beta is None else beta.data_ptr(),
-        0 if gamma is None else gamma.data_ptr(), S.data_ptr(), 0 if R is None else R.data_ptr(),
-    )  # fmt: skip
-    if function(pointers + rest):
+    if type(o) is not Tensor:  # in a mode that makes others
+        return None
+    if tied:
+        gamma = beta
+    objects = (id(q), id(k), id(v), id(o), id(log_alpha), id(beta), id(gamma), id(S), id(R))
+    try:
+        refused = function(_OBJECTS.pack(*objects), words)
+    except RuntimeError:  # a tensor without memory
+        return None
+    if refused == 1:
         raise ValueError(_POSITIVE)
-    return o
-
-
-def _is_plain(x: Tensor, shape: tuple[int, ...]) -> bool:
-    return x.shape == shape and x.dtype is _FLOAT and x.is_cpu and x.is_contiguous()
+    return None if refused else o

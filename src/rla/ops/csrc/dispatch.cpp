@@ -12,6 +12,7 @@
 #endif
 
 #include "args.h"
+#include "exchange.h"
 
 #define DECLARE(isa)                       \
   extern "C" {                             \
@@ -121,6 +122,24 @@ API int64_t rla_forward(const Args* a) {
 }
 API int64_t rla_backward(const Args* a) { return isa().backward(a); }
 API int64_t rla_step(const Args* a) { return isa().step(a); }
+
+exchange::Python python;
+// 1 if DLPack's version is not the one that exchange.h describes.
+API int64_t rla_set_python(const exchange::Python* given) {
+  python = *given;
+  return python.api->major != 1;
+}
+// A step from Python objects, called with Python's lock and given up while the kernel runs. `method`: arguments that don't come
+// from the tensors. 2, with nothing done, if these are not plain; else as rla_step.
+API int64_t rla_plain_step(const exchange::Objects* objects, const Args* method) {
+  Args a = *method;
+  if (!exchange::read_step(python, *objects, a)) return 2;
+  void* thread = python.release();
+  const int64_t refused = isa().step(&a);
+  python.acquire(thread);
+  return refused;
+}
+
 API int64_t rla_panel() { return isa().panel(); }
 API int64_t rla_chunk() { return isa().chunk(); }
 API int64_t rla_args_size() { return sizeof(Args); }
