@@ -288,8 +288,10 @@ def test_a_plain_step_reads_tensors_where_they_lie(name, lies, dtype):
     x |= {n: LIES[lies](x[n].to(dtype)) for n in "qkv"}
     want, new = call({n: t.double() for n, t in x.items()}, method, "reference")
     state = [None if M is None else LAYOUTS["by columns"](M.clone()) for M in (x["S"], x.get("R"))]
-    got = native.plain_step(*map(x.get, NAMES[:6]), *state, method)
-    assert got is not None and got.dtype == dtype and got.is_contiguous()
+    got = native.plain_step(**{n: x.get(n) for n in NAMES[:6]}, S=state[0], R=state[1], method=method)
+    assert got is not None
+    assert got.dtype == dtype
+    assert got.is_contiguous()
     torch.testing.assert_close(got.double(), want, atol=1e-5 + torch.finfo(dtype).eps, rtol=torch.finfo(dtype).eps)
     torch.testing.assert_close(state, [None if M is None else M.float() for M in new])
 

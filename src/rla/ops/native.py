@@ -356,7 +356,7 @@ def step(
 
 @functools.cache
 def _exchange() -> Callable[[bytes, bytes], int] | None:
-    """The kernel of a step that reads torch's tensors by itself, or None where torch has no DLPack exchange interface (< 2.10)."""
+    """The kernel of a step that reads torch's tensors by itself; None where torch (< 2.10) has no DLPack exchange interface."""
     library, capsule = _library(), getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if library.missing is not None or capsule is None:
         return None
