@@ -110,6 +110,8 @@ int64_t amx_permission() {
 }
 #endif
 
+exchange::Python python;
+
 }  // namespace
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -123,14 +125,13 @@ API int64_t rla_forward(const Args* a) {
 API int64_t rla_backward(const Args* a) { return isa().backward(a); }
 API int64_t rla_step(const Args* a) { return isa().step(a); }
 
-exchange::Python python;
 // 1 if DLPack's version is not the one that exchange.h describes.
 API int64_t rla_set_python(const exchange::Python* given) {
   python = *given;
   return python.api->major != 1;
 }
-// A step from Python objects, called with Python's lock and given up while the kernel runs. `method`: arguments that don't come
-// from the tensors. 2, with nothing done, if these are not plain; else as rla_step.
+// A step from Python objects. Called with Python's lock, which it gives up while the kernel runs. `method`: arguments that don't
+// come from the tensors. 2, with nothing done, if these are not plain; else as rla_step.
 API int64_t rla_plain_step(const exchange::Objects* objects, const Args* method) {
   Args a = *method;
   if (!exchange::read_step(python, *objects, a)) return 2;
