@@ -61,7 +61,7 @@ format: $(READY)
 sanitize: $(READY)
 	$(BIN)/python setup.py --quiet build_native --sanitize
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-	RLA_NATIVE_LIBRARY=build/_native_sanitize.so $(PYTEST) -k "(native or amx) and not instruction_sets" tests/test_agreement.py tests/test_native.py tests/test_amx.py
+	RLA_NATIVE_LIBRARY=build/_native_sanitize.so $(PYTEST) -k "(native or halves) and not instruction_sets" tests/test_agreement.py tests/test_native.py tests/test_halves.py
 
 emulate: $(READY)
 	$(BIN)/python -m pip install --quiet bochscpu-python

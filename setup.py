@@ -1,8 +1,8 @@
 """Builds the native CPU library, src/rla/ops/_native.so; everything else about the package is in pyproject.toml.
 
 The library is plain C++17 with a C interface, built with $CXX (default: c++ or g++) and without torch, once for each
-instruction set; AMX is left out where the compiler doesn't know it. A build that fails does not fail the install: its
-reason is left in src/rla/ops/_native.txt, where `rla.backends()` finds it.
+instruction set; those of bfloat16 are left out where the compiler doesn't know them. A build that fails does not fail the
+install: its reason is left in src/rla/ops/_native.txt, where `rla.backends()` finds it.
 
     python setup.py build_native               build, if the sources or the flags changed
     python setup.py build_native --model       build build/_native_model.so for tests, to be chosen by
@@ -44,7 +44,7 @@ X86 = {
     "avx2": "-mavx2 -mfma -mf16c",
     "avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512",
 }
-AMX = "-mavx512bf16 -DRLA_AMX"  # on top of avx512
+HALVES = {"amx": "-DRLA_AMX", "dots": "-DRLA_DOTS"}  # forward of bfloat16, on top of avx512
 MODEL = "-DRLA_AMX -DRLA_AMX_MODEL"  # on top of portable
 KINDS = {"": "", "model": "-O2", "sanitize": SANITIZE}
 
@@ -86,8 +86,10 @@ def build(library: Path, kind: str = "", force: bool = False) -> None:
     flags = shlex.split(f"{FLAGS} {KINDS[kind]}") + (["-DRLA_X86"] if x86 else [])
     flags += shlex.split(os.environ.get("CXXFLAGS", ""))
     targets = {"portable": "", **(X86 if x86 else {})}
-    amx = MODEL if kind else f"{X86['avx512']} {AMX}" if x86 and sys.platform == "linux" else ""
-    recipe = " ".join(compiler() + flags + [f"{k}:{v}" for k, v in targets.items()] + [amx])
+    halves = {"amx": MODEL} if kind else {}
+    if x86 and sys.platform == "linux":
+        halves = {isa: f"{X86['avx512']} -mavx512bf16 {define}" for isa, define in HALVES.items()}
+    recipe = " ".join(compiler() + flags + [f"{k}:{v}" for k, v in (targets | halves).items()])
     stamp = f"rla-native:{source_hash()}:{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
     if library.exists() and not force and stamp.encode() in library.read_bytes():
         return
@@ -100,14 +102,13 @@ def build(library: Path, kind: str = "", force: bool = False) -> None:
             return out
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            tiles = pool.submit(compile, "amx", "kernel.cpp", f"-DRLA_ISA=amx {amx}") if amx else None
-            jobs = [pool.submit(compile, isa, "kernel.cpp", f"-DRLA_ISA={isa} {extra}") for isa, extra in targets.items()]
-        objects = [job.result() for job in jobs]
-        if tiles is not None and (kind or tiles.exception() is None):
-            objects.append(tiles.result())
-        else:
-            amx = ""
-        defines = " ".join(word for word in amx.split() if word.startswith("-D"))
+            jobs = {
+                isa: pool.submit(compile, isa, "kernel.cpp", f"-DRLA_ISA={isa} {extra}")
+                for isa, extra in (targets | halves).items()
+            }
+        built = [isa for isa, job in jobs.items() if isa in targets or kind or job.exception() is None]
+        objects = [jobs[isa].result() for isa in built]
+        defines = " ".join(word for isa in built for word in halves.get(isa, "").split() if word.startswith("-D"))
         objects.append(compile("dispatch", "dispatch.cpp", f"-DRLA_STAMP='\"{stamp}\"' {defines}"))
         out = f"{folder}/library.so"
         run([*compiler(), *flags, "-shared", *objects, "-o", out])

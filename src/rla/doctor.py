@@ -51,7 +51,9 @@ def native_report() -> str:
     if native.missing() is not None:
         return "none"
     why = native.amx()
-    return f"{native.isa()}, AMX for bfloat16: {'yes' if why is None else f'no ({why})'}"
+    if why is None:
+        return f"{native.isa()}, AMX for bfloat16: yes"
+    return f"{native.isa()}, AMX for bfloat16: no ({why}), AVX512_BF16: {'yes' if native.dots() else 'no'}"
 
 
 def _version(package: str) -> str:

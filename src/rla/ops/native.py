@@ -5,7 +5,8 @@ become contiguous float32. The kernels take q, k, v in float32, bfloat16 or floa
 in float32; they use as many threads as torch would, and give the same bits for any number of them.
 
 On CPUs with AMX the forward of bfloat16 rounds states and updates to bfloat16 where they enter large products; triangular
-systems, sums and backward stay in float32. The first such call tries AMX in a child process: see `amx`.
+systems, sums and backward stay in float32. The first such call tries AMX in a child process: see `amx`. AMD's CPUs with
+AVX512_BF16 do the same (`dots`), but not where a clip's gradient will be asked for.
 
 What forward leaves for backward: `saved`, states of some tokens and, of float32 inputs, a token's products with the keys of its
 chunk; pS and pR, of float32 inputs again, what S and R predict for every token. Backward computes the rest again. It writes the
@@ -100,6 +101,12 @@ def isa() -> str:
     return _library().isa
 
 
+def dots() -> bool:
+    """Whether bfloat16 uses AVX512_BF16, its dot products of pairs, where it does without AMX."""
+    library = _library()
+    return library.missing is None and bool(library.library.rla_dots())
+
+
 _AMX_PROBE = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).rla_amx_check())"
 _AMX_SECONDS = 60.0
 
@@ -109,7 +116,7 @@ def amx() -> str | None:
     """Why bfloat16 does without AMX; None if it uses it, from this call on.
 
     A virtual machine may promise AMX and kill a process that uses it, so a child process multiplies two matrices first.
-    RLA_NATIVE_ISA=avx512 in the environment does without.
+    RLA_NATIVE_ISA=avx512 in the environment does without, and without `dots`.
     """
     library = _library()
     if library.missing is not None:

@@ -8,7 +8,11 @@
 #pragma once
 #include <initializer_list>
 
+#if defined(RLA_AMX)
 #include "amx.h"
+#else
+#include "dots.h"
+#endif
 #include "scratch.h"
 #include "tile.h"
 
@@ -37,11 +41,8 @@ struct Segments {
   int64_t most_chunks() const { return (skip ? 2 * every : every) / C; }
 };
 constexpr int CP = C / NR;    // panels of a chunk's tokens
-// Chunks that forward takes together. With AMX two: to bring a state up to date costs more than all products with it, so what the
-// first chunk leaves in it reaches the second by products of their tokens, and both are absorbed at once.
-constexpr int GROUP = AMX ? 2 : 1;
 static_assert(C % NR == 0, "a chunk is made of whole panels");
-static_assert(!AMX || C == 32, "products on AMX tiles have 32 rows");
+static_assert(!HALVES || C == 32, "products of bfloat16 operands have 32 rows");
 
 constexpr float NORM_EPS = 1e-6f;
 constexpr int64_t PAST = 4 << 20;  // bytes of the output, the gradients or what is saved above which they are written past the caches
@@ -81,9 +82,9 @@ struct Problem {
   int64_t state;  // floats of one state in panels
   bool kept;      // predictions are kept by forward for backward: not of half precision, where they would be larger than q
   int64_t pairs;  // matrices of pairs that it keeps
-  int64_t blocks;  // of K, in operands of AMX
+  int64_t blocks;  // of K, in bfloat16 operands
   Segments segments;
-  int64_t panel;   // floats of a panel of a running state; with AMX its right operand follows it
+  int64_t panel;   // floats of a panel of a running state; its right operand may follow it
   bool past;       // o, or dq, dk and dv, are too large to stay in the caches and are written past them: nothing is read to be overwritten
   bool past_saved;  // and so is what forward saves
 
@@ -102,9 +103,9 @@ struct Problem {
     kept = dtype == F32 && (delta || residual);
     pairs = dtype != F32 ? 0 : 1 + sum + (delta || residual);
     blocks = (K + DEPTH - 1) / DEPTH;
-    panel = K * NR + (AMX ? blocks * RIGHT / 2 : 0);
+    panel = K * NR + (HALVES ? blocks * RIGHT / 2 : 0);
     const bool aligned = ((size_t)a.o | (size_t)a.dq | (size_t)a.dk | (size_t)a.dv) % (4 * W) == 0;
-    const bool whole = dtype == F32 ? K % W == 0 && V % W == 0 : AMX && V % NR == 0;  // of half precision the output alone
+    const bool whole = dtype == F32 ? K % W == 0 && V % W == 0 : HALVES && V % NR == 0;  // of half precision the output alone
     past = whole && aligned && tokens() * ((a.dq ? 2 * a.H * K : 0) + a.HV * V) * bytes() > PAST;
     past_saved = ((size_t)a.saved | (size_t)a.pS | (size_t)a.pR) % (4 * W) == 0 && V % W == 0 && saved() * 4 > PAST;
   }
@@ -152,7 +153,7 @@ struct Task {
 struct Chunk {
   int64_t t, c;  // first token, tokens
   float *q, *k, *qT, *kT;               // [C, ldk], transposed panels [CP][K][NR]
-  uint16_t *q16, *k16, *k16T, *k16L;    // with AMX instead, before the norm: left operands, k^T as a right and a left one, whose blocks
+  uint16_t *q16, *k16, *k16T, *k16L;    // of bfloat16 instead, before the norm: left operands, k^T as a right and a left one, whose blocks
                                         // are GROUP * LEFT apart, between those of the group's other chunks
   const Chunk* before;                  // in the group, if there is one
   float fade;                           // what it leaves of the state at the beginning of the group; 1 if there is none, or nothing is left
@@ -168,7 +169,7 @@ struct Chunk {
 
   void carve(Arena& m, const Problem& p, bool backward, const Chunk* before_ = nullptr) {
     before = before_;
-    if (AMX) {
+    if (HALVES) {
       for (uint16_t** x : {&q16, &k16, &k16T}) *x = m.halves(p.blocks * LEFT);
       for (uint16_t** x : {&qx, &kx}) *x = m.halves(before ? LEFT : 0);
       k16L = before ? before->k16L + LEFT : m.halves(p.blocks * GROUP * LEFT);
@@ -219,9 +220,9 @@ inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t 
   constexpr int64_t tokens = GROUP * C;
   fetch_inputs(f, p, task, t, first, count, tokens);
   if (!p.past) fetch_rows(f, p, task, (char*)p.a.o + first * NR * p.bytes(), o_stride, task.h, p.columns(first, count), t, tokens);
-  // next is called in renew and in strip_tile with AMX, else in products with a state and in absorb
+  // next is called in renew and in strip_tile with bfloat16 operands, else in products with a state and in absorb
   const int64_t products = 1 + (p.delta || p.residual) + p.fitted + (p.delta && p.fitted) + p.states();
-  f.spread(count * (AMX ? p.states() * p.blocks * DEPTH / 2 + tokens / MR : products * calls_of(C, p.K)));
+  f.spread(count * (HALVES ? p.states() * p.blocks * DEPTH / 2 + tokens / MR : products * calls_of(C, p.K)));
 }
 // Backward fetches a segment ahead, while it sweeps chunk i of `count`: what chunk i of the next segment, segment s of `next`, reads,
 // and of the states that are saved for that segment a part. While it computes states it fetches nothing: so many
@@ -291,7 +292,7 @@ inline void load_operand(const Problem& p, const Task& task, const Chunk& ch, co
     unroll<4>([&](auto n) __attribute__((always_inline)) {
       const int64_t i = i0 + n.value;
       const uint16_t* row = (const uint16_t*)source + task.row(stride, ch.t + least(i, ch.c - 1), task.kh);
-      s[n.value] = amx_put_row(x, i, row, i < ch.c ? p.K : 0, p.blocks);
+      s[n.value] = put_row(x, i, row, i < ch.c ? p.K : 0, p.blocks);
     });
     sum4(s[0], s[1], s[2], s[3], squares + i0);
   }
@@ -305,12 +306,12 @@ inline void load_operand(const Problem& p, const Task& task, const Chunk& ch, co
 inline void load_operands(const Problem& p, const Task& task, const Chunk& ch) {
   load_operand(p, task, ch, p.a.q, p.a.q_stride, ch.q16, ch.iq);
   load_operand(p, task, ch, p.a.k, p.a.k_stride, ch.k16, ch.ik);
-  amx_transpose(ch.k16, ch.k16T, p.blocks);
-  amx_transpose_left(ch.k16, ch.k16L, p.blocks, GROUP * LEFT);
+  transpose_right(ch.k16, ch.k16T, p.blocks);
+  transpose_left(ch.k16, ch.k16L, p.blocks, GROUP * LEFT);
   for (int64_t s = 0; s < CP; ++s) {
     const uint16_t* b = ch.k16T + s * p.blocks * RIGHT;
-    amx_multiply(ch.qk + s * NR, C, ch.q16, b, p.blocks);
-    if (p.delta || p.residual) amx_multiply(ch.kk + s * NR, C, ch.k16, b, p.blocks);
+    multiply(ch.qk + s * NR, C, {ch.q16, b, p.blocks});
+    if (p.delta || p.residual) multiply(ch.kk + s * NR, C, {ch.k16, b, p.blocks});
   }
 }
 
@@ -321,7 +322,7 @@ constexpr float GONE = 1e-15f;
 inline void load_products(const Problem& p, const Chunk& ch) {
   alignas(64) float x[C * C];
   auto times_keys = [&](const uint16_t* rows, uint16_t* to) {
-    for (int64_t s = 0; s < CP; ++s) amx_multiply(x + s * NR, C, rows, ch.before->k16T + s * p.blocks * RIGHT, p.blocks);
+    for (int64_t s = 0; s < CP; ++s) multiply(x + s * NR, C, {rows, ch.before->k16T + s * p.blocks * RIGHT, p.blocks});
     for (int64_t i = 0; i < C * C; i += W) store_bf16(to + i, load(x + i));
   };
   times_keys(ch.q16, ch.qx);
@@ -373,12 +374,12 @@ inline void load_gates(const Problem& p, const Task& task, const Chunk& ch) {
 // Whether the second half of panel s is above the diagonal in rows i0 .. i0 + M - 1 of a matrix of the chunk's tokens.
 template <int M> INLINE bool above_diagonal(int64_t i0, int64_t s) { return i0 + M <= s * NR + W; }
 
-// x = rows i0 .. of q or k times the keys of panel s, as far as they are not above the diagonal. With AMX `ready` holds the
+// x = rows i0 .. of q or k times the keys of panel s, as far as they are not above the diagonal. With bfloat16 operands `ready` holds the
 // product without the norms.
 template <int M>
 INLINE void times_keys(Tile<M>& x, const Problem& p, const Chunk& ch, const float* rows, const float* ready,
                        const float* inverse, int64_t i0, int64_t s) {
-  if constexpr (AMX) {
+  if constexpr (HALVES) {
     ready += i0 * C + s * NR;
     EACH(M, x.v[i][j] = load(ready + i * C + j * W) * splat(inverse[i0 + i]) * load(ch.ik + s * NR + j * W));
   } else {
@@ -423,7 +424,7 @@ inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bo
   ch.c = least<int64_t>(C, task.length - t);
   load_gates(p, task, ch);
   ch.decay = ch.E[ch.c - 1];
-  if constexpr (AMX) {
+  if constexpr (HALVES) {
     load_operands(p, task, ch);
     if (ch.before) load_products(p, ch);
     ch.fade = ch.before && ch.before->decay >= GONE ? ch.before->decay : 1;

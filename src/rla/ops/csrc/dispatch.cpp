@@ -1,12 +1,15 @@
 // The C interface of the library: picks the best instruction set of this machine, once.
 // The environment variable RLA_NATIVE_ISA (portable, avx2, avx512) asks for a lesser one, for tests or to do without AMX.
 //
-// AMX serves forward of bfloat16 on top of avx512, once rla_amx_start has been called: a virtual machine may promise AMX
-// and kill the process that uses it, so native.py tries rla_amx_check in a child process before.
+// On top of avx512, forward of bfloat16 has instruction sets of its own. AMX serves it once rla_amx_start has been called: a
+// virtual machine may promise AMX and kill the process that uses it, so native.py tries rla_amx_check in a child process
+// before. Without AMX, dot products of pairs do on AMD's CPUs, where they have twice the rate of float32.
 #include <stdlib.h>
 #include <string.h>
-#if defined(RLA_AMX) && !defined(RLA_AMX_MODEL)
+#if defined(RLA_X86)
 #include <cpuid.h>
+#endif
+#if defined(RLA_AMX) && !defined(RLA_AMX_MODEL)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -30,12 +33,11 @@ DECLARE(portable)
 DECLARE(avx2)
 DECLARE(avx512)
 #endif
-#ifdef RLA_AMX
 extern "C" {
 int64_t rla_forward_amx(const Args*);
 int64_t rla_check_amx();
+int64_t rla_forward_dots(const Args*);
 }
-#endif
 
 namespace {
 
@@ -65,10 +67,15 @@ bool supported(const char* name) {
   return !strcmp(name, "portable");
 }
 
+// What the environment asks for, or null.
+const char* asked_for() {
+  const char* name = getenv("RLA_NATIVE_ISA");
+  return name && *name ? name : nullptr;
+}
+
 const Isa& choose() {
-  const char* wanted = getenv("RLA_NATIVE_ISA");
   for (const Isa& isa : table)
-    if (wanted && !strcmp(wanted, isa.name) && supported(isa.name)) return isa;
+    if (asked_for() && !strcmp(asked_for(), isa.name) && supported(isa.name)) return isa;
   for (const Isa& isa : table)
     if (supported(isa.name)) return isa;
   return table[sizeof(table) / sizeof(table[0]) - 1];
@@ -79,18 +86,33 @@ const Isa& isa() {
   return chosen;
 }
 
+#ifdef RLA_X86
+[[maybe_unused]] bool has_bf16() {  // AVX512_BF16
+  unsigned a, b, c, d;
+  return !strcmp(isa().name, "avx512") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+}
+#endif
+
+// Whether dot products of pairs serve forward of bfloat16 where AMX doesn't.
+bool dots() {
+#ifdef RLA_DOTS
+  static const bool chosen = has_bf16() && (asked_for() ? !strcmp(asked_for(), "dots") : __builtin_cpu_is("amd"));
+  return chosen;
+#else
+  return false;
+#endif
+}
+
 // Why AMX cannot be tried; null if it can.
 const char* amx_missing() {
 #ifndef RLA_AMX
   return "the library was built without it";
 #else
-  const char* wanted = getenv("RLA_NATIVE_ISA");
-  if (wanted && *wanted && strcmp(wanted, "amx")) return "RLA_NATIVE_ISA asks for another instruction set";
+  if (asked_for() && strcmp(asked_for(), "amx")) return "RLA_NATIVE_ISA asks for another instruction set";
 #ifndef RLA_AMX_MODEL
-  unsigned a, b, c, d, bf16;
-  if (strcmp(isa().name, "avx512") || !__get_cpuid_count(7, 1, &bf16, &b, &c, &d) ||
-      !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(bf16 >> 5 & 1) || !(d >> 22 & 1) || !(d >> 24 & 1))
-    return "the CPU has none";  // AVX512_BF16, AMX_BF16, AMX_TILE
+  unsigned a, b, c, d;
+  if (!has_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1))
+    return "the CPU has none";  // AMX_BF16, AMX_TILE
 #endif
   return nullptr;
 #endif
@@ -120,6 +142,11 @@ API int64_t rla_forward(const Args* a) {
 #ifdef RLA_AMX
   if (a->dtype == BF16 && __atomic_load_n(&amx_started, __ATOMIC_RELAXED)) return rla_forward_amx(a);
 #endif
+#ifdef RLA_DOTS
+  // The slope of a clip jumps: a rounding of what leads there to bfloat16 turns some gradients over, which the gain isn't worth.
+  const bool delicate = a->saved && a->correction != NONE && a->loss == HUBER;
+  if (a->dtype == BF16 && !delicate && dots()) return rla_forward_dots(a);
+#endif
   return isa().forward(a);
 }
 API int64_t rla_backward(const Args* a) { return isa().backward(a); }
@@ -147,6 +174,7 @@ API int64_t rla_args_size() { return sizeof(Args); }
 API const char* rla_isa() { return isa().name; }
 API const char* rla_stamp() { return RLA_STAMP; }
 
+API int64_t rla_dots() { return dots(); }
 API const char* rla_amx_missing() { return amx_missing(); }
 #ifdef RLA_AMX
 // 0 if the tiles compute what they should. Where they don't work at all, the process dies.

@@ -8,9 +8,9 @@
 //     o = eu * (q S) + Au u + go * E * (q R) + Ag w
 //     S <- exp(b_C) S + k^T (L * u)          R <- exp(b_C) R + k^T (L * w)
 //
-// With AMX the products with a state and those of the last line run on tiles, with S, R, L u and L w rounded to bfloat16; q and
-// k are exact, since their norms are applied afterwards. The triangular products stay in float32. Two chunks share a state: where
-// the second asks for q S it gets
+// With bfloat16 operands (halves.h) the products with a state and those of the last line have S, R, L u and L w rounded to
+// bfloat16; q and k are exact, since their norms are applied afterwards. The triangular products stay in float32. On AMX two
+// chunks share a state: where the second asks for q S it gets
 //
 //     fade * (q S + (q k'^T) (L' u' / fade))     k', L', u' and fade, the decay, of the first chunk
 //
@@ -37,7 +37,7 @@ struct Strip {
   float *u, *w, *uL, *wL;  // uL = L * u; in forward for each chunk of a group
   float *x, *y, *e;        // of ERRORS
   float *pS, *pR;          // predictions, in backward
-  // with AMX: k S ... q R without the factors sk and sq, and right operands: what the chunk before in the group leaves behind
+  // of bfloat16 operands: k S ... q R without the factors sk and sq, and right operands: what the chunk before in the group leaves behind
   float *rkS = nullptr, *rkR = nullptr, *qS = nullptr, *qR = nullptr;
   uint16_t *u16 = nullptr, *w16 = nullptr;
   Fetch* fetch;  // what the next chunk touches
@@ -46,11 +46,11 @@ struct Strip {
 // The right operand behind a panel of a running state.
 inline uint16_t* operand_of(const Problem& p, float* S) { return (uint16_t*)(S + p.K * NR); }
 
-// x = rows of q or k times a panel of a state. With AMX `ready` holds the product up to the factors `scale`.
+// x = rows of q or k times a panel of a state. With bfloat16 operands `ready` holds the product up to the factors `scale`.
 template <int M>
 INLINE void times_state(Tile<M>& x, const Problem& p, const float* rows, const float* S, const float* ready,
                         const float* scale, Fetch& fetch) {
-  if constexpr (AMX) {
+  if constexpr (HALVES) {
     fetch.next();
     get(x, ready);
     scale_rows(x, scale);
@@ -166,7 +166,7 @@ template <class F> INLINE void renew(const Problem& p, float* S, int64_t n, Fetc
     };
     for (int64_t d = 0; d < DEPTH; d += 2) {
       fetch.next();
-      for (int j = 0; j < NV; ++j) amx_put_pair(to, d, j, row(d, j), row(d + 1, j));
+      for (int j = 0; j < NV; ++j) put_pair(to, d, j, row(d, j), row(d + 1, j));
     }
   };
   if (rows == DEPTH) each_pair(Int<1>{});
@@ -182,7 +182,7 @@ inline void put_updates(uint16_t* to, const Chunk& ch, const float* uL, float fa
   for (int64_t i = 0; i < C; i += 2)
     for (int j = 0; j < NV; ++j) {
       auto row = [&](int64_t i) { return i < ch.c ? load(uL + i * NR + j * W) * splat(ch.ik[i] * factor) : V{}; };
-      amx_put_pair(to, i, j, row(i), row(i + 1));
+      put_pair(to, i, j, row(i), row(i + 1));
     }
 }
 
@@ -196,7 +196,7 @@ inline void absorb_tiles(const Problem& p, const Chunk* group, int count, float*
     decay *= group[i].decay;
   }
   for (int64_t n = 0; n < p.blocks; ++n) {
-    amx_multiply(x, NR, group->k16L + n * GROUP * LEFT, b, count);
+    multiply(x, NR, {group->k16L + n * GROUP * LEFT, b, count});
     renew(p, S, n, fetch, [&](V s, int64_t d, int j) {
       s = splat(decay) * s + load(x + d * NR + j * W);
       const int64_t at = (n * DEPTH + d) * NR + j * W;
@@ -226,15 +226,12 @@ inline void forward_strip(const Problem& p, const Task& task, const Chunk* group
   const int64_t segment = p.a.saved && next < task.length ? p.segments.at(next) : -1;
   float *const S_copy = segment > 0 ? task.saved(p, segment) + s * p.K * NR : nullptr;
   float *const R_copy = S_copy ? S_copy + p.state : nullptr;
-  if constexpr (AMX) {
+  if constexpr (HALVES) {
     for (int i = 0; i < count; ++i) {
       const Chunk& ch = group[i];
       const bool gone = i && group[i - 1].decay < GONE;
       auto times = [&](float* to, const uint16_t* rows, float* state, const uint16_t* products, const uint16_t* updates) {
-        amx_clear();
-        if (!gone) amx_add(rows, operand_of(p, state), p.blocks);
-        if (i) amx_add(products, updates, 1);
-        amx_store_sums(to, NR);
+        multiply(to, NR, {rows, operand_of(p, state), gone ? 0 : p.blocks}, {products, updates, i ? 1 : 0});
       };
       times(st.qS, ch.q16, S, ch.qx, st.u16);
       if (p.delta || p.residual) times(st.rkS, ch.k16, S, ch.kx, st.u16);
@@ -259,14 +256,14 @@ inline void forward_strip(const Problem& p, const Task& task, const Chunk* group
 // A panel of a running state from one of the caller's, or zero.
 inline void start_state(const Problem& p, const float* x, float* S, int64_t s) {
   pack_state(p, x, S, s);
-  if constexpr (AMX) make_operand(p, S);
+  if constexpr (HALVES) make_operand(p, S);
 }
 
 inline Strip forward_scratch(Arena& m) {
   Strip st = {};
   for (float** x : {&st.u, &st.w}) *x = m.floats(C * NR);
   for (float** x : {&st.uL, &st.wL}) *x = m.floats(GROUP * C * NR);
-  if (AMX) {
+  if (HALVES) {
     for (float** x : {&st.rkS, &st.qS, &st.rkR, &st.qR}) *x = m.floats(C * NR);
     for (uint16_t** x : {&st.u16, &st.w16}) *x = m.halves(RIGHT);
   }
@@ -346,7 +343,7 @@ inline void forward(const Args& a) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     FlushDenormals flush;
-    AmxTiles tiles;
+    [[maybe_unused]] Tiles tiles;
     int64_t i;
     while (const int64_t heads = queue.take(i)) {
       const int64_t n = i / parts, first = p.strips * (i % parts) / parts, end = p.strips * (i % parts + 1) / parts;

@@ -1,6 +1,7 @@
-"""Forward of bfloat16 on AMX tiles, on any machine: a portable build with a model of the tiles, and when AMX is used at all.
+"""Forward of bfloat16 with operands in bfloat16: on AMX tiles and by dot products of pairs, and which of them is used when.
 
-The instructions themselves run only where the CPU has them; there the other bfloat16 tests use them.
+Tiles run on any machine, in a portable build with a model of them; dot products where the CPU has them. What the CPU has, the
+other bfloat16 tests use too.
 """
 
 import ast
@@ -44,7 +45,7 @@ def model_path():
 
 
 @pytest.fixture(scope="module")
-def started(model_path, tmp_path_factory):
+def tiles(model_path, tmp_path_factory):
     """That library with AMX in use."""
     path = shutil.copy(model_path, tmp_path_factory.mktemp("amx") / "started.so")
     with pytest.MonkeyPatch.context() as patch:
@@ -58,9 +59,37 @@ def started(model_path, tmp_path_factory):
     return library
 
 
-@pytest.fixture
-def model(started, poison, monkeypatch):
-    monkeypatch.setattr(native, "_library", lambda: started)
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory):
+    """A function that loads a copy of the shipped library for an instruction set; "": as it is loaded by default."""
+    path = Path(native.__file__).parent / "_native.so"
+    if "RLA_NATIVE_LIBRARY" in os.environ or not path.exists():
+        pytest.skip("another library, or none, is under test")
+
+    def load(isa):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RLA_NATIVE_LIBRARY", str(shutil.copy(path, tmp_path_factory.mktemp("shipped") / "copy.so")))
+            patch.setenv("RLA_NATIVE_ISA", isa)
+            library = native._Library()
+            assert library.missing is None, library.missing
+            library.library.rla_dots()  # chosen once, by the environment of now
+        return library
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def dots(shipped):
+    library = shipped("dots")
+    if not library.library.rla_dots():
+        pytest.skip("the CPU or the compiler has no AVX512_BF16")
+    return library
+
+
+@pytest.fixture(params=("tiles", "dots"))
+def halves(request, poison, monkeypatch):
+    library = request.getfixturevalue(request.param)
+    monkeypatch.setattr(native, "_library", lambda: library)
     monkeypatch.setattr(native, "amx", lambda: None)
 
 
@@ -102,34 +131,34 @@ def assert_agrees(name, case, decay=2.0):
     assert_close(grads, want_grads, bf16, gradients=True)
 
 
-@pytest.mark.usefixtures("model")
+@pytest.mark.usefixtures("halves")
 @pytest.mark.parametrize("case", ("packed", "wide"))
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method(name, case):
     assert_agrees(name, WEIRD[case])
 
 
-@pytest.mark.usefixtures("model")
+@pytest.mark.usefixtures("halves")
 @pytest.mark.parametrize("case", WEIRD)
 @pytest.mark.parametrize("name", ("sgla", "rdn"))
 def test_weird_shapes(name, case):
     assert_agrees(name, WEIRD[case])
 
 
-@pytest.mark.usefixtures("model")
+@pytest.mark.usefixtures("halves")
 @pytest.mark.parametrize(("K", "V"), [(1, 1), (2, 256), (31, 33), (32, 32), (33, 31), (256, 5), (255, 64)])
 def test_sizes(K, V):
     assert_agrees("rdn", Case(B=1, T=40, H=1, K=K, V=V, state=True))
 
 
-@pytest.mark.usefixtures("model")
+@pytest.mark.usefixtures("halves")
 @pytest.mark.parametrize("name", ("linear", "deltanet", "rla-noclip", "rdn-noclip", "rdn-logcosh"))
 def test_long_sequences(name):
     """Longer than a segment of backward, whose saved states come from the tiles; with little decay errors could pile up."""
     assert_agrees(name, Case(B=1, T=600, H=1, K=32, V=16), decay=6.0)
 
 
-@pytest.mark.usefixtures("model")
+@pytest.mark.usefixtures("halves")
 @pytest.mark.parametrize("name", ("rla", "rdn"))
 def test_long_sequences_with_a_clip(name):
     """Where the clip sets in the gradient jumps: the few errors within a rounding of it have either side's gradient.
@@ -184,7 +213,7 @@ def small(x):
     x["k"][:, ::3] = 0
 
 
-@pytest.mark.usefixtures("model")
+@pytest.mark.usefixtures("halves")
 @pytest.mark.parametrize("change", (no_decay, forget, steep, shut, wide_open, large, small))
 @pytest.mark.parametrize("name", ("rla", "rdn"))
 def test_extremes(name, change):
@@ -194,7 +223,7 @@ def test_extremes(name, change):
     assert_values(forward(x, ALL[name]), forward(upcast(x), ALL[name], "reference"))
 
 
-@pytest.mark.usefixtures("model")
+@pytest.mark.usefixtures("halves")
 @pytest.mark.parametrize("which", ("q", "k", "v"))
 def test_a_nan_does_not_reach_earlier_tokens(which):
     method, case = ALL["rdn"], Case(B=1, T=70, H=1, K=40, V=40)
@@ -206,7 +235,7 @@ def test_a_nan_does_not_reach_earlier_tokens(which):
     assert got[:, 20].isnan().any()
 
 
-@pytest.mark.usefixtures("model")
+@pytest.mark.usefixtures("halves")
 def test_inputs_with_strides():
     method, case = ALL["rdn"], Case(B=2, T=50, H=2, K=24, V=40)
     x = {n: t.detach() for n, t in make(method, case, bf16).items()}
@@ -219,7 +248,7 @@ def test_inputs_with_strides():
     assert all(torch.equal(got[n], want[n]) for n in want)
 
 
-@pytest.mark.usefixtures("model")
+@pytest.mark.usefixtures("halves")
 @pytest.mark.parametrize("name", ("sgla", "rdn", "rla-sum"))
 @pytest.mark.parametrize(
     "case", (Case(B=1, T=600, H=1, K=64, V=96), Case(lengths=(300, 0, 1, 129, 64), H=3, K=48, V=64, state=True))
@@ -293,6 +322,36 @@ def test_without_an_interpreter(load, monkeypatch):
 def test_the_doctor_tells(load):
     load()
     assert doctor.native_report() == "portable, AMX for bfloat16: yes"
+
+
+def test_dot_products_are_used_for_bfloat16_alone(dots, shipped, monkeypatch):
+    monkeypatch.setattr(native, "amx", lambda: "not in this test")
+    results = []
+    for library in (shipped("avx512"), dots):
+        monkeypatch.setattr(native, "_library", lambda library=library: library)
+        assert native.dots() == (library is dots)
+        assert doctor.native_report().endswith(f"AVX512_BF16: {'yes' if library is dots else 'no'}")
+        results.append({dtype: bits(dtype) for dtype in (bf16, torch.float32, torch.float16)})
+    plain, by_dots = results
+    assert not same(by_dots.pop(bf16), plain.pop(bf16)), "dot products made no difference: they were not used"
+    assert all(same(by_dots[dtype], plain[dtype]) for dtype in plain)
+
+
+def test_dot_products_leave_the_gradient_of_a_clip_alone(dots, shipped, monkeypatch):
+    case = Case(B=1, T=200, H=1, K=40, V=24)
+    for name, alike in (("rdn", True), ("rdn-logcosh", False), ("gdn", False)):
+        results = []
+        for library in (shipped("avx512"), dots):
+            monkeypatch.setattr(native, "_library", lambda library=library: library)
+            values, gradients = run(make(ALL[name], case, bf16), ALL[name], "native")
+            results.append(values | {f"d{n}": x for n, x in gradients.items()})
+        assert same(*results) == alike, name
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no /proc/cpuinfo")
+def test_dot_products_are_the_choice_on_amd_alone(dots, shipped):
+    amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    assert bool(shipped("").library.rla_dots()) == amd
 
 
 def test_not_tried_before_it_is_needed():
