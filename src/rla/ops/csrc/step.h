@@ -1,5 +1,7 @@
 // One token: states are updated in place and, lying by columns, [B, HV, V, K], pass through the core once. One loop updates a
-// column and takes the products of k and q with the second next one; what the column between them needs is computed meanwhile.
+// pair of columns and takes the products of k and q with the second next pair; what the pair between them needs is computed
+// meanwhile. A pair is a column of S and the same of R or, where there is no R, one of each half of S: what is read of k and q
+// serves both, and memory is read as two streams, which the hardware foresees.
 //
 //     u = beta (v - [delta] alpha k S)                  S <- alpha S + k^T u
 //     w = gamma (psi(v - k S) - [delta] alpha k R)      R <- alpha R + k^T w
@@ -11,87 +13,97 @@ namespace RLA_ISA {
 
 struct Token {
   float q[256], k[256], v[256], o[256];
+  float spare[256];  // in place of the second column of a pair where there is none
   float alpha, beta, gamma, qk;
 };
 
+struct Pair {
+  float *first, *second;
+};
+
+// k times each column of a pair, and q times each.
 struct Products {
-  float kS, qS, kR, qR;
+  float k_first, q_first, k_second, q_second;
 };
 
-// What a token adds to a column, times k.
+// What a token adds to each column, times k.
 struct Update {
-  float u, w;
+  float first, second;
 };
 
-// A column of S and, if FITTED, of R.
-template <bool FITTED> struct Column {
-  float *S, *R;
-  INLINE Column ahead(int64_t by) const { return {S + by, FITTED ? R + by : nullptr}; }
-};
-
-// If READ the products of k and q with column x; if WRITE column y <- alpha y + k (u, w). alpha and K are passed by value: a
-// store might change what is in memory. WHOLE: K is a multiple of W, and no code for the rest is in the way.
-template <bool READ, bool WRITE, bool WHOLE, bool FITTED>
-INLINE Products sweep_columns(const Token& t, int64_t K, Column<FITTED> x, Column<FITTED> y, float alpha, Update g) {
-  V kS = V{}, qS = V{}, kR = V{}, qR = V{};
-  const V as = splat(alpha), us = splat(g.u), ws = splat(g.w);
+// If READ the products of k and q with the columns x; if WRITE y <- alpha y + k g. alpha and K are passed by value: a store might
+// change what is in memory. WHOLE: K is a multiple of W, and no code for the rest is in the way.
+template <bool READ, bool WRITE, bool WHOLE>
+INLINE Products sweep_columns(const Token& t, int64_t K, Pair x, Pair y, float alpha, Update g) {
+  V k0 = V{}, q0 = V{}, k1 = V{}, q1 = V{};
+  const V as = splat(alpha), g0 = splat(g.first), g1 = splat(g.second);
   int64_t d = 0;
 #pragma GCC unroll 4
   for (; d + W <= K; d += W) {
     const V k = load(t.k + d), q = load(t.q + d);
-    const auto state = [&](V& kM, V& qM, const float* from, float* to, V add) __attribute__((always_inline)) {
-      if constexpr (READ) {
-        const V m = load(from + d);
-        kM += k * m;
-        qM += q * m;
-      }
-      if constexpr (WRITE) store(to + d, as * load(to + d) + k * add);
+    const auto read = [&](V& kM, V& qM, const float* from) __attribute__((always_inline)) {
+      const V m = load(from + d);
+      kM += k * m;
+      qM += q * m;
     };
-    state(kS, qS, x.S, y.S, us);
-    if constexpr (FITTED) state(kR, qR, x.R, y.R, ws);
+    if constexpr (READ) {
+      read(k0, q0, x.first);
+      read(k1, q1, x.second);
+    }
+    if constexpr (WRITE) {  // both are read before one is written: their addresses may differ by whole pages, and a load waits
+                            // for a store to what looks like its own address
+      const V first = as * load(y.first + d) + k * g0, second = as * load(y.second + d) + k * g1;
+      store(y.first + d, first);
+      store(y.second + d, second);
+    }
   }
   Products sums;
-  sum4(kS, qS, kR, qR, &sums.kS);
+  sum4(k0, q0, k1, q1, &sums.k_first);
   for (; !WHOLE && d < K; ++d) {
-    const auto state = [&](float& kM, float& qM, const float* from, float* to, float add) __attribute__((always_inline)) {
+    const auto column = [&](float& kM, float& qM, const float* from, float* to, float add) __attribute__((always_inline)) {
       if constexpr (READ) kM += t.k[d] * from[d], qM += t.q[d] * from[d];
       if constexpr (WRITE) to[d] = alpha * to[d] + t.k[d] * add;
     };
-    state(sums.kS, sums.qS, x.S, y.S, g.u);
-    if constexpr (FITTED) state(sums.kR, sums.qR, x.R, y.R, g.w);
+    column(sums.k_first, sums.q_first, x.first, y.first, g.first);
+    column(sums.k_second, sums.q_second, x.second, y.second, g.second);
   }
   return sums;
 }
 
-// Columns first .. end - 1.
+// Columns first .. end - 1 of a head's S and, if FITTED, R.
 template <bool WHOLE, bool FITTED>
-inline void run_columns(const Problem& p, Token& t, Column<FITTED> y, int64_t first, int64_t end) {
-  const int64_t K = p.K;
+inline void run_columns(const Problem& p, Token& t, float* S, float* R, int64_t first, int64_t end) {
+  const int64_t K = p.K, half = (end - first + 1) / 2, last = FITTED ? end : first + half;
   const bool delta = p.delta, residual = p.residual, logcosh = p.a.loss == LOGCOSH;
   const float alpha = t.alpha, beta = t.beta, gamma = t.gamma, qk = t.qk, base = p.sum ? 1 : alpha, go = p.gated ? gamma : 1;
   const float clip = p.a.loss == HUBER ? (float)p.a.clip : INFINITY;  // psi, of one float
-  y = y.ahead(first * K);
-  Products x = sweep_columns<true, false, WHOLE>(t, K, y, y, alpha, {}), next = x;
-  if (first + 1 < end) next = sweep_columns<true, false, WHOLE>(t, K, y.ahead(K), y, alpha, {});
-  for (int64_t c = first; c < end; ++c, y = y.ahead(K)) {
-    const float v = t.v[c], e = v - x.kS;
-    Update g = {beta * (delta ? v - alpha * x.kS : v), 0};
-    float o = base * x.qS;
-    if (residual) {
-      const float r = logcosh ? tanh(splat(e))[0] : e > clip ? clip : e < -clip ? -clip : e;
-      if constexpr (FITTED) {
-        g.w = gamma * (delta ? r - alpha * x.kR : r);
-        o += go * (alpha * x.qR + qk * g.w);
-      } else {
-        o += go * qk * r;
-      }
-    } else {
-      o += qk * g.u;
+  const auto pair = [&](int64_t c) __attribute__((always_inline)) {
+    return Pair{S + c * K, FITTED ? R + c * K : c + half < end ? S + (c + half) * K : t.spare};
+  };
+  Products x = sweep_columns<true, false, WHOLE>(t, K, pair(first), pair(first), alpha, {}), next = x;
+  if (first + 1 < last) next = sweep_columns<true, false, WHOLE>(t, K, pair(first + 1), pair(first), alpha, {});
+  for (int64_t c = first; c < last; ++c) {
+    // what column i of S absorbs, from its products with k and q; in o its output, without R's part
+    const auto absorbed = [&](int64_t i, float kS, float qS, float& r) __attribute__((always_inline)) {
+      const float v = t.v[i], e = v - kS, u = beta * (delta ? v - alpha * kS : v);
+      float o = base * qS;
+      if (residual) r = logcosh ? tanh(splat(e))[0] : e > clip ? clip : e < -clip ? -clip : e;
+      if (!residual) o += qk * u;
+      else if (!FITTED) o += go * qk * r;
+      t.o[i] = o;
+      return u;
+    };
+    float r = 0;
+    Update g = {absorbed(c, x.k_first, x.q_first, r), 0};
+    if constexpr (FITTED) {
+      g.second = gamma * (delta ? r - alpha * x.k_second : r);
+      t.o[c] += go * (alpha * x.q_second + qk * g.second);
+    } else if (c + half < end) {
+      g.second = absorbed(c + half, x.k_second, x.q_second, r);
     }
-    t.o[c] = o;
     x = next;
-    if (c + 2 < end) next = sweep_columns<true, true, WHOLE>(t, K, y.ahead(2 * K), y, alpha, g);
-    else sweep_columns<false, true, WHOLE>(t, K, y, y, alpha, g);
+    if (c + 2 < last) next = sweep_columns<true, true, WHOLE>(t, K, pair(c + 2), pair(c), alpha, g);
+    else sweep_columns<false, true, WHOLE>(t, K, pair(c), pair(c), alpha, g);
   }
 }
 
@@ -118,6 +130,7 @@ inline void step_columns(const Problem& p, int64_t b, int64_t h, int64_t first, 
   const Args& a = p.a;
   const Task task(p, b, h);
   Token t;
+  if (!p.fitted && (end - first) % 2) memset(t.spare, 0, sizeof t.spare);
   load_key(p, a.q, task.row(a.q_stride, 0, task.kh), t.q);
   load_key(p, a.k, task.row(a.k_stride, 0, task.kh), t.k);
   load_row(p.dtype, a.v, task.row(a.v_stride, 0, h), t.v, p.V);
@@ -135,12 +148,14 @@ inline void step_columns(const Problem& p, int64_t b, int64_t h, int64_t first, 
   t.beta = a.beta ? a.beta[gate] : 1;
   t.gamma = a.gamma ? a.gamma[gate] : 1;
   const int64_t at = gate * p.K * p.V;
-  const auto run = [&](auto y) {
-    if (p.K % W == 0) run_columns<true>(p, t, y, first, end);
-    else run_columns<false>(p, t, y, first, end);
+  const auto run = [&](auto fitted) {
+    constexpr bool FITTED = decltype(fitted)::value;
+    float *const S = a.S + at, *const R = FITTED ? a.R + at : nullptr;
+    if (p.K % W == 0) run_columns<true, FITTED>(p, t, S, R, first, end);
+    else run_columns<false, FITTED>(p, t, S, R, first, end);
   };
-  if (p.fitted) run(Column<true>{a.S + at, a.R + at});
-  else run(Column<false>{a.S + at, nullptr});
+  if (p.fitted) run(Int<1>{});
+  else run(Int<0>{});
   store_row(p.dtype, a.o, gate * p.V + first, t.o + first, end - first);
 }
 
