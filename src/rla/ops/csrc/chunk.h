@@ -153,8 +153,8 @@ struct Task {
 struct Chunk {
   int64_t t, c;  // first token, tokens
   float *q, *k, *qT, *kT;               // [C, ldk], transposed panels [CP][K][NR]
-  uint16_t *q16, *k16, *k16T, *k16L;    // of bfloat16 instead, before the norm: left operands, k^T as a right and a left one, whose blocks
-                                        // are GROUP * LEFT apart, between those of the group's other chunks
+  uint16_t *q16, *k16, *k16T, *k16L;    // of bfloat16 instead, before the norm: left operands, k^T as a right and a left one,
+                                        // whose blocks are GROUP * LEFT apart, between those of the group's other chunks
   const Chunk* before;                  // in the group, if there is one
   float fade;                           // what it leaves of the state at the beginning of the group; 1 if there is none, or nothing is left
   uint16_t *qx, *kx;                    // left operands: the products of q and k with its keys
@@ -374,8 +374,8 @@ inline void load_gates(const Problem& p, const Task& task, const Chunk& ch) {
 // Whether the second half of panel s is above the diagonal in rows i0 .. i0 + M - 1 of a matrix of the chunk's tokens.
 template <int M> INLINE bool above_diagonal(int64_t i0, int64_t s) { return i0 + M <= s * NR + W; }
 
-// x = rows i0 .. of q or k times the keys of panel s, as far as they are not above the diagonal. With bfloat16 operands `ready` holds the
-// product without the norms.
+// x = rows i0 .. of q or k times the keys of panel s, as far as they are not above the diagonal. With bfloat16 operands `ready`
+// holds the product without the norms.
 template <int M>
 INLINE void times_keys(Tile<M>& x, const Problem& p, const Chunk& ch, const float* rows, const float* ready,
                        const float* inverse, int64_t i0, int64_t s) {

@@ -17,8 +17,8 @@ inline void multiply(float* c, int64_t ldc, Factors x, Factors y = {}) {
   for (int64_t i0 = 0; i0 < 32; i0 += M) {
     __m512 sums[M][NV] = {};
     for (Factors f : {x, y}) {
-      const uint16_t* left = f.left + i0 * DEPTH;
-      for (int64_t n = 0; n < f.blocks; ++n, left += LEFT, f.right += RIGHT) {
+      for (int64_t n = 0; n < f.blocks; ++n, f.right += RIGHT) {
+        const uint16_t* left = f.left + n * LEFT + i0 * DEPTH;
         for (int64_t d = 0; d < DEPTH; d += 2) {
           __m512bh b[NV];
           unroll<NV>([&](auto j) __attribute__((always_inline)) {

@@ -37,7 +37,8 @@ struct Strip {
   float *u, *w, *uL, *wL;  // uL = L * u; in forward for each chunk of a group
   float *x, *y, *e;        // of ERRORS
   float *pS, *pR;          // predictions, in backward
-  // of bfloat16 operands: k S ... q R without the factors sk and sq, and right operands: what the chunk before in the group leaves behind
+  // of bfloat16 operands: k S ... q R without the factors sk and sq, and right operands: what the chunk before in the group
+  // leaves behind
   float *rkS = nullptr, *rkR = nullptr, *qS = nullptr, *qR = nullptr;
   uint16_t *u16 = nullptr, *w16 = nullptr;
   Fetch* fetch;  // what the next chunk touches
