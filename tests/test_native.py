@@ -49,6 +49,19 @@ def test_the_same_bits_for_any_number_of_threads(name, case):
 
 
 @built
+def test_fewer_threads_than_asked_for():
+    """OpenMP may give fewer; then those that would share a head's chunks can't wait for each other."""
+    code = (
+        "import torch; from common import *; from test_native import CASES, bits; from rla.ops import native\n"
+        "want = bits(CASES['one head'], ALL['rdn'], 1); got = bits(CASES['one head'], ALL['rdn'], 4)\n"
+        "assert all(torch.equal(a[n], b[n]) for a, b in zip(got, want) for n in b)\n"
+    )
+    environment = {**os.environ, "OMP_THREAD_LIMIT": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@built
 @pytest.mark.parametrize("case", (LARGE, CASES["many heads"]), ids=("large", "many heads"))
 @pytest.mark.parametrize("name", ("sgla", "gdn", "rla", "rdn", "rdn-nofit", "rla-nonorm"))
 def test_outputs_larger_than_the_caches_and_heads_taken_together(name, case):

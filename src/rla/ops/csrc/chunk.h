@@ -133,6 +133,7 @@ struct Task {
   }
   int64_t end(const Problem& p, int64_t s) const { return s + 1 < segments ? p.segments.begin(s + 1) : length; }  // of segment s
   int64_t chunks() const { return (length + C - 1) / C; }
+  int group(int64_t t) const { return t + C < length ? GROUP : 1; }  // chunks of the group that begins at t
   int64_t row(const int64_t* stride, int64_t t, int64_t head) const {
     return b * stride[0] + (start + t) * stride[1] + head * stride[2];
   }
@@ -166,27 +167,29 @@ struct Chunk {
   float *ab, *ag;                       // alpha beta, alpha gamma
   float *iq, *ik;                       // 1 / norms
   float decay;                          // exp(b_C)
+  float *begin, *end;                   // of what is read after it is prepared
 
   void carve(Arena& m, const Problem& p, bool backward, const Chunk* before_ = nullptr) {
     before = before_;
+    kT = HALVES ? nullptr : m.floats(C * p.K);
+    qT = backward ? m.floats(C * p.K) : nullptr;
+    D = m.floats(C * C);
+    for (float** x : {&qk, &kk}) *x = m.floats(HALVES ? C * C : 0);
+    begin = m.floats(0);
     if (HALVES) {
       for (uint16_t** x : {&q16, &k16, &k16T}) *x = m.halves(p.blocks * LEFT);
       for (uint16_t** x : {&qx, &kx}) *x = m.halves(before ? LEFT : 0);
       k16L = before ? before->k16L + LEFT : m.halves(p.blocks * GROUP * LEFT);
-      qk = m.floats(C * C);
-      kk = m.floats(C * C);
     } else {
       q = m.floats(C * p.ldk);
       k = m.floats(C * p.ldk);
-      kT = m.floats(C * p.K);
     }
-    qT = backward ? m.floats(C * p.K) : nullptr;
-    D = m.floats(C * C);
     A = m.floats(C * C);
     Ag = p.fitted ? m.floats(C * C) : nullptr;
     Au = p.sum ? m.floats(C * C) : A;
     Gp = m.floats(C * C);
     for (float** x : {&E, &Ep, &L, &alpha, &beta, &gamma, &go, &eu, &ab, &ag, &iq, &ik, &sq, &sk}) *x = m.floats(C);
+    end = m.floats(0);
   }
 };
 
@@ -196,13 +199,14 @@ inline void fetch_rows(Fetch& f, const Problem& p, const Task& task, const void*
   f.add((const char*)x + task.row(stride, t, head) * p.bytes(), width * p.bytes(), least(tokens, task.length - t),
         stride[1] * p.bytes());
 }
-// Inputs of those tokens, in `count` panels from `first` on.
-inline void fetch_inputs(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count, int64_t tokens) {
-  const Args& a = p.a;
-  const char* v = (const char*)a.v + first * NR * p.bytes();
-  fetch_rows(f, p, task, a.q, a.q_stride, task.kh, p.K, t, tokens);
-  fetch_rows(f, p, task, a.k, a.k_stride, task.kh, p.K, t, tokens);
-  fetch_rows(f, p, task, v, a.v_stride, task.h, p.columns(first, count), t, tokens);
+inline void fetch_keys(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t tokens) {
+  fetch_rows(f, p, task, p.a.q, p.a.q_stride, task.kh, p.K, t, tokens);
+  fetch_rows(f, p, task, p.a.k, p.a.k_stride, task.kh, p.K, t, tokens);
+}
+// In `count` panels from `first` on.
+inline void fetch_values(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count, int64_t tokens) {
+  const char* v = (const char*)p.a.v + first * NR * p.bytes();
+  fetch_rows(f, p, task, v, p.a.v_stride, task.h, p.columns(first, count), t, tokens);
 }
 // What forward has kept of them.
 inline void fetch_kept(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t tokens) {
@@ -211,18 +215,6 @@ inline void fetch_kept(Fetch& f, const Problem& p, const Task& task, int64_t t, 
   const int64_t stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
   for (const float* x : {p.a.pS, p.a.pR})
     if (x) fetch_rows(f, p, task, x, stride, task.h, p.V, t, tokens);
-}
-// What forward will touch in the chunks at t, in `count` panels from `first` on.
-inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count) {
-  f.clear();
-  if (t >= task.length) return;
-  const int64_t o_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
-  constexpr int64_t tokens = GROUP * C;
-  fetch_inputs(f, p, task, t, first, count, tokens);
-  if (!p.past) fetch_rows(f, p, task, (char*)p.a.o + first * NR * p.bytes(), o_stride, task.h, p.columns(first, count), t, tokens);
-  // next is called in renew and in strip_tile with bfloat16 operands, else in products with a state and in absorb
-  const int64_t products = 1 + (p.delta || p.residual) + p.fitted + (p.delta && p.fitted) + p.states();
-  f.spread(count * (HALVES ? p.states() * p.blocks * DEPTH / 2 + tokens / MR : products * calls_of(C, p.K)));
 }
 // Backward fetches a segment ahead, while it sweeps chunk i of `count`: what chunk i of the next segment, segment s of `next`, reads,
 // and of the states that are saved for that segment a part. While it computes states it fetches nothing: so many
@@ -239,7 +231,8 @@ inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int i, int
   if (s >= 0) {
     const int64_t from = p.segments.begin(s) + i * C, last = next.end(p, s), end = i + 1 == count ? last : least(last, from + C);
     if (from < end) {
-      fetch_inputs(f, p, next, from, 0, p.strips, end - from);
+      fetch_keys(f, p, next, from, end - from);
+      fetch_values(f, p, next, from, 0, p.strips, end - from);
       fetch_kept(f, p, next, from, end - from);
     }
     const int64_t size = p.states() * p.state / NR / count * NR;
@@ -445,6 +438,11 @@ inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bo
   if (!p.fitted) return;
   for (int64_t i = 0; i < ch.c; ++i)
     for (int64_t j = 0; j <= i; j += W) store(ch.Ag + i * C + j, load(ch.A + i * C + j) * splat(ch.go[i]));
+}
+
+// The chunks of a group that begins at t, in forward.
+inline void prepare_group(const Problem& p, const Task& task, Chunk* group, int64_t t, bool keep) {
+  for (int i = 0; i < task.group(t); ++i) prepare(p, task, group[i], t + i * C, false, keep);
 }
 
 // A state of the caller, by columns [V, K], to and from one panel of columns.

@@ -16,7 +16,7 @@
 //
 // and the last line absorbs both at once.
 #pragma once
-#include "chunk.h"
+#include "ring.h"
 
 namespace RLA_ISA {
 
@@ -278,16 +278,33 @@ inline float* state_of(const Problem& p, float* x, const Task& task) {
   return x ? x + (task.n * p.a.HV + task.h) * p.K * p.V : nullptr;
 }
 
-// `heads` heads of one sequence from h on, `count` panels from `first` on, a group of chunks of each head in turn.
-inline void forward_task(const Problem& p, int64_t n, int64_t h, int64_t heads, int64_t first, int64_t count) {
+// What forward will touch in the chunks at t, in `count` panels from `first` on.
+inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count, const Ring* ring) {
+  f.clear();
+  if (t >= task.length) return;
+  const int64_t o_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
+  constexpr int64_t tokens = GROUP * C;
+  fetch_keys(f, p, task, ring ? ring->claimed.get() * tokens : t, tokens);
+  if (ring) ring->fetch(f, t / tokens);
+  fetch_values(f, p, task, t, first, count, tokens);
+  if (!p.past) fetch_rows(f, p, task, (char*)p.a.o + first * NR * p.bytes(), o_stride, task.h, p.columns(first, count), t, tokens);
+  // next is called in renew and in strip_tile with bfloat16 operands, else in products with a state and in absorb
+  const int64_t products = 1 + (p.delta || p.residual) + p.fitted + (p.delta && p.fitted) + p.states();
+  f.spread(count * (HALVES ? p.states() * p.blocks * DEPTH / 2 + tokens / MR : products * calls_of(C, p.K)));
+}
+
+// `heads` heads of one sequence from h on, `count` panels from `first` on, a group of chunks of each head in turn. ring, part:
+// where threads share a head's chunks; then there is one head, and these are the panels of that part.
+inline void forward_task(const Problem& p, int64_t n, int64_t h, int64_t heads, int64_t first, int64_t count, Ring* ring,
+                         int64_t part) {
   Arena m;
-  Chunk group[GROUP];
+  Chunk own[GROUP];
   Strip st;
   Fetch fetch;
   float *S, *R;
   for (int pass = 0; pass < 2; ++pass) {
     if (pass) m = Arena{scratch_own.get(m.used), 0};
-    for (int i = 0; i < GROUP; ++i) group[i].carve(m, p, false, i ? group + i - 1 : nullptr);
+    for (int i = 0; i < GROUP; ++i) own[i].carve(m, p, false, i ? own + i - 1 : nullptr);
     st = forward_scratch(m);
     S = m.floats(heads * count * p.panel);
     R = m.floats(heads * count * p.panel);
@@ -305,12 +322,15 @@ inline void forward_task(const Problem& p, int64_t n, int64_t h, int64_t heads, 
   }
   const int64_t length = Task(p, n, h).length;
   for (int64_t t = 0; t < length; t += GROUP * C) {
-    const int chunks = t + C < length ? GROUP : 1;
     for (int64_t g = 0; g < heads; ++g) {
       const Task task(p, n, h + g), next(p, n, h + (g + 1) % heads);
-      for (int i = 0; i < chunks; ++i) prepare(p, task, group[i], t + i * C, false, p.a.saved && first == 0);
-      fetch_forward(fetch, p, next, g + 1 < heads ? t : t + GROUP * C, first, count);
-      each_panel(g, [&](float* S, float* R, int64_t s) { forward_strip(p, task, group, chunks, st, S, R, s); });
+      const int64_t after = g + 1 < heads ? t : t + GROUP * C;
+      const Chunk* group = own;
+      if (ring) group = ring->group(p, task, t / (GROUP * C));
+      else prepare_group(p, task, own, t, p.a.saved && first == 0);
+      fetch_forward(fetch, p, next, after, first, count, ring);
+      each_panel(g, [&](float* S, float* R, int64_t s) { forward_strip(p, task, group, task.group(t), st, S, R, s); });
+      if (ring) ring->done[part].set(t / (GROUP * C) + 1);
     }
   }
   for (int64_t g = 0; g < heads; ++g) {
@@ -334,24 +354,38 @@ inline void forward(const Args& a) {
   for (float* x : {a.pS, a.pR})
     if (x) advise(x, p.tokens() * a.HV * a.V * 4);
   if ((double)p.tokens() * a.HV * p.K * p.strips * NR < SMALL) threads = 1;
-  // Few sequences and heads: a thread takes a part of a head's panels, and makes for itself what they have in common. That is
-  // less work than waiting for another thread to make it. A panel's arithmetic is the same either way.
+  // Few sequences and heads: a thread takes a part of a head's panels. A panel's arithmetic is the same either way.
   int64_t parts = 1;
   if (tasks < 2 * threads)
     while (parts < p.strips && tasks * parts % threads) ++parts;
   Queue queue(a.HV * parts, tasks * parts, p.strips * p.states() * p.panel, threads);
   if (parts > 1) queue.most = 1;
+  Ring* rings = nullptr;
+  if (parts > 1 && tasks <= threads) {  // their memory is as much as that of the threads
+    rings = new Ring[tasks];
+    Arena m;
+    for (int pass = 0; pass < 2; ++pass) {
+      if (pass) m = Arena{scratch_shared.get(m.used), 0};
+      for (int64_t i = 0; i < tasks; ++i) {
+        const int64_t chunks = Task(p, i / a.HV, i % a.HV).chunks();
+        rings[i].carve(m, p, parts, (chunks + GROUP - 1) / GROUP);
+      }
+    }
+  }
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
+    // all parts of a head run at once, in the order of the queue, unless there are fewer threads than asked for
+    const bool shared = rings && omp_get_num_threads() >= parts;
     FlushDenormals flush;
     [[maybe_unused]] Tiles tiles;
     int64_t i;
     while (const int64_t heads = queue.take(i)) {
       const int64_t n = i / parts, first = p.strips * (i % parts) / parts, end = p.strips * (i % parts + 1) / parts;
-      forward_task(p, n / a.HV, n % a.HV, heads, first, end - first);
+      forward_task(p, n / a.HV, n % a.HV, heads, first, end - first, shared ? rings + n : nullptr, i % parts);
     }
     end_streams();
   }
+  delete[] rings;
 }
 
 }  // namespace RLA_ISA
