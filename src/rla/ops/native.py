@@ -25,7 +25,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +39,12 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CORRECTIONS = {"none": 0, "token": 1, "fitted": 2}
 _LOSSES = {"l2": 0, "huber": 1, "logcosh": 2}
 _ARGS = struct.Struct("=54qd")  # struct Args in csrc/args.h: 26 pointers, 7 sizes, 12 strides, 9 switches, the clip
-_OBJECTS = struct.Struct("=9q")  # struct Objects in csrc/exchange.h
+_PLAN = struct.Struct("=5q")  # what struct Plan in csrc/exchange.h has besides
+_INTERPRETER = (  # functions of Python's in struct Python there
+    "PyEval_SaveThread", "PyEval_RestoreThread", "PyObject_CallFunctionObjArgs", "PyObject_Type", "Py_IncRef", "Py_DecRef",
+    "PyLong_AsLong", "PyBytes_AsString", "PyErr_Clear", "PyErr_SetObject",
+)  # fmt: skip
+PlainStep = Callable[..., Tensor | None]
 _POSITIVE = "log_alpha: expected values <= 0, natural logarithms of decays in [0, 1]; got a positive one"
 
 
@@ -362,80 +366,36 @@ def step(
 
 
 @functools.cache
-def _exchange() -> Callable[[bytes, bytes], int] | None:
-    """The kernel of a step that reads torch's tensors by itself; None where torch (< 2.10) has no DLPack exchange interface."""
+def _exchange() -> Callable[[bytes], PlainStep] | None:
+    """What makes a plan, struct Plan in csrc/exchange.h, a function; None where torch (< 2.10) has no DLPack exchange interface."""
     library, capsule = _library(), getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if library.missing is not None or capsule is None:
         return None
-    python = ctypes.pythonapi
-    pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", python))
-    api = pointer(capsule, b"dlpack_exchange_api")
-    lock = [ctypes.cast(f, ctypes.c_void_p).value for f in (python.PyEval_SaveThread, python.PyEval_RestoreThread)]
-    if library.library.rla_set_python(struct.pack("=4q", api, id(None), *lock)):
+    python, pointer, thing = ctypes.pythonapi, ctypes.c_void_p, ctypes.py_object
+    api = ctypes.PYFUNCTYPE(pointer, thing, ctypes.c_char_p)(("PyCapsule_GetPointer", python))(capsule, b"dlpack_exchange_api")
+    objects = [id(x) for x in (None, Tensor, ValueError, _POSITIVE, torch.empty_like, torch.get_num_threads)]
+    functions = [ctypes.cast(getattr(python, name), pointer).value for name in _INTERPRETER]
+    given = struct.pack(f"={1 + len(objects) + len(functions)}q", api, *objects, *functions)
+    if library.library.rla_set_python(given):
         return None
-    function = ctypes.PyDLL(str(library.path)).rla_plain_step
-    function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_char_p], ctypes.c_int64
-    return function
-
-
-class _Plan(NamedTuple):
-    """Of plain steps of one method: what may be given, and the kernel's arguments that don't come from tensors."""
-
-    gates: tuple[tuple[type, ...], ...]  # types that log_alpha, beta and gamma may have
-    R: type
-    tied: bool
-    words: bytes
-    function: Callable[[bytes, bytes], int]
+    assert library.library.rla_plan_size() == _ARGS.size + _PLAN.size
+    library.library.rla_plain_step.restype = pointer
+    new = ctypes.PYFUNCTYPE(thing, pointer, thing, pointer)(("PyCFunction_NewEx", python))
+    return lambda plan: new(library.library.rla_plain_step(), plan, None)
 
 
 @functools.cache
-def _plan(method: Method, threads: int) -> _Plan | None:
-    function, absent = _exchange(), type(None)
-    if function is None or method.decay == "vector":
+def plain_step(method: Method) -> PlainStep | None:
+    """`step` in the common case, tensors that the kernel takes as they are, with all the checks that it needs; None if never.
+
+    Its arguments are q, k, v, log_alpha, beta, gamma, S, R; it returns None if these have to go through the full checks. The kernel
+    takes some 40 microseconds and the full checks as much again. What is served here would pass them all.
+    """
+    make = _exchange()
+    if make is None or method.decay == "vector":
         return None
     words, clip = _switches(method)
-    # a step saves nothing, but a segment has a length
-    packed = _ARGS.pack(*[0] * 46, *words, threads, 1, 0, clip)
     tied = method.gamma == "tied" and method.has_residual
-    given = (method.decay != "none", method.rate != "one", method.has_residual and not tied)
-    gates = tuple((absent, Tensor) if may else (absent,) for may in given)
-    return _Plan(gates, Tensor if method.has_R else absent, tied, packed, function)
-
-
-def plain_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_alpha: Tensor | None,
-    beta: Tensor | None,
-    gamma: Tensor | None,
-    S: Tensor,
-    R: Tensor | None,
-    method: Method,
-) -> Tensor | None:
-    """`step` in the common case, tensors that the kernel takes as they are, with all the checks that it needs; else None.
-
-    The kernel takes some 40 microseconds and the full checks as much again. What is served here would pass them all, what isn't
-    goes through them. Types are looked at here, the rest by the kernel, which gets the tensors themselves: a microsecond.
-    """
-    plan = _plan(method, torch.get_num_threads())
-    if plan is None:
-        return None
-    (alphas, betas, gammas), type_R, tied, words, function = plan
-    if not (type(q) is type(k) is type(v) is type(S) is Tensor and type(R) is type_R):
-        return None
-    if type(log_alpha) not in alphas or type(beta) not in betas or type(gamma) not in gammas:
-        return None
-    o = torch.empty_like(v)
-    if type(o) is not Tensor:  # in a mode that makes others
-        return None
-    if tied:
-        gamma = beta
-    objects = (id(q), id(k), id(v), id(o), id(log_alpha), id(beta), id(gamma), id(S), id(R))
-    try:
-        refused = function(_OBJECTS.pack(*objects), words)
-    except RuntimeError:  # a tensor without memory
-        return None
-    if refused == 1:
-        raise ValueError(_POSITIVE)
-    return None if refused else o
+    given = (method.decay != "none", method.rate != "one", method.has_residual and not tied, method.has_R, tied)
+    # a step saves nothing, but a segment has a length
+    return make(_ARGS.pack(*[0] * 46, *words, 1, 1, 0, clip) + _PLAN.pack(*given))

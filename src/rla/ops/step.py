@@ -39,7 +39,8 @@ def step(
         raise TypeError("state: expected a rla.State to update; got None")
     plain = backend in (None, "native") and isinstance(state, State)
     if plain and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        done = native.plain_step(q, k, v, log_alpha, beta, gamma, state.S, state.R, method)
+        run = native.plain_step(method)
+        done = None if run is None else run(q, k, v, log_alpha, beta, gamma, state.S, state.R)
         if done is not None:
             return done
     check(q, k, v, log_alpha, beta, gamma, method=method, state=state, cu_seqlens=None)

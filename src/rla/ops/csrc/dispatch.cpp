@@ -6,6 +6,7 @@
 // before. Without AMX, dot products of pairs do on AMD's CPUs, where they have twice the rate of float32.
 #include <stdlib.h>
 #include <string.h>
+#include <sys/types.h>
 #if defined(RLA_X86)
 #include <cpuid.h>
 #endif
@@ -157,15 +158,22 @@ API int64_t rla_set_python(const exchange::Python* given) {
   python = *given;
   return python.api->major != 1;
 }
-// A step from Python objects. Called with Python's lock, which it gives up while the kernel runs. `method`: arguments that don't
-// come from the tensors. 2, with nothing done, if these are not plain; else as rla_step.
-API int64_t rla_plain_step(const exchange::Objects* objects, const Args* method) {
-  Args a = *method;
-  if (!exchange::read_step(python, *objects, a)) return 2;
-  void* thread = python.release();
-  const int64_t refused = isa().step(&a);
-  python.acquire(thread);
-  return refused;
+API int64_t rla_plan_size() { return sizeof(exchange::Plan); }
+// The definition of a function of Python's whose `self` is a Plan as bytes.
+API const void* rla_plain_step() {
+  using Function = void* (*)(void* self, void* const* arguments, ssize_t count);
+  static const Function function = [](void* self, void* const* arguments, ssize_t count) -> void* {
+    exchange::Plan plan;
+    memcpy(&plan, python.PyBytes_AsString(self), sizeof plan);
+    return exchange::plain_step(python, plan, arguments, count, isa().step);
+  };
+  static const struct {  // PyMethodDef
+    const char* name;
+    Function function;
+    int flags;
+    const char* doc;
+  } definition = {"plain_step", function, 0x80, nullptr};  // METH_FASTCALL: arguments by position, as an array
+  return &definition;
 }
 
 API int64_t rla_panel() { return isa().panel(); }

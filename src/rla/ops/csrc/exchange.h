@@ -1,5 +1,7 @@
-// Tensors as Python holds them, read through DLPack's C exchange interface (torch.Tensor.__dlpack_c_exchange_api__). A step is
-// so short that asking its tensors from Python what they are would take as long as a third of the work.
+// A step as a function of the Python interpreter's own: it gets Python objects, looks at their types, and reads the tensors through
+// DLPack's C exchange interface (torch.Tensor.__dlpack_c_exchange_api__). A step is so short that to do this in Python would take
+// as long as a third of the work, and more where the states push Python's own memory out of the cache. The library is built
+// without Python: native.py hands over the functions of the interpreter that are called here, all of its stable interface.
 #pragma once
 #include "args.h"
 
@@ -24,12 +26,27 @@ struct Api {
 constexpr int32_t CPU = 1;
 constexpr uint8_t FLOAT = 2, BFLOAT = 4;
 
-// What Python gives once: the interface, its None, and how its interpreter lock is released and taken again.
+// What Python gives once, each field 8 bytes: DLPack's interface, objects, and functions of the interpreter.
 struct Python {
   const Api* api;
-  void* none;
-  void* (*release)();
-  void (*acquire)(void*);
+  void *none, *tensor, *value_error, *positive, *empty_like, *get_num_threads;  // positive: what is said of log_alpha > 0
+  void* (*PyEval_SaveThread)();
+  void (*PyEval_RestoreThread)(void*);
+  void* (*PyObject_CallFunctionObjArgs)(void*, ...);
+  void* (*PyObject_Type)(void*);
+  void (*Py_IncRef)(void*);
+  void (*Py_DecRef)(void*);
+  long (*PyLong_AsLong)(void*);
+  char* (*PyBytes_AsString)(void*);
+  void (*PyErr_Clear)();
+  void (*PyErr_SetObject)(void*, void*);
+
+  bool is_tensor(void* object) const {  // and of no subclass
+    void* type = PyObject_Type(object);
+    Py_DecRef(type);
+    return type == tensor;
+  }
+  void* new_none() const { return Py_IncRef(none), none; }
 };
 
 inline int64_t dtype(const View& x) {
@@ -52,7 +69,13 @@ bool matches(const View& x, int64_t type, const int64_t (&shape)[N], const int64
 
 // The tensors of a step, as Python objects.
 struct Objects {
-  void *q, *k, *v, *o, *log_alpha, *beta, *gamma, *S, *R;
+  void *q, *k, *v, *log_alpha, *beta, *gamma, *S, *R, *o;
+};
+
+// Of plain steps of one method.
+struct Plan {
+  Args args;  // those that don't come from the tensors
+  int64_t log_alpha, beta, gamma, R, tied;  // which the method may be given, whether it has an R, whether gamma is beta
 };
 
 // Completes `a`, which has the method, by what the tensors of a step say. False, perhaps with a Python error, if they are not such
@@ -77,6 +100,37 @@ inline bool read_step(const Python& python, const Objects& objects, Args& a) {
   };
   return view(objects.o, x) && matches(x, type, value, dense, a.o) && gate(objects.log_alpha, a.log_alpha) &&
          gate(objects.beta, a.beta) && gate(objects.gamma, a.gamma) && state(objects.S, a.S) && state(objects.R, a.R);
+}
+
+// A new reference to the output, the step done; to None, with nothing done, if the arguments q, k, v, log_alpha, beta, gamma, S, R are
+// not such as the kernel takes as they are; null with an error set. Others may run Python while the kernel runs.
+inline void* plain_step(const Python& python, const Plan& plan, void* const* x, int64_t count, int64_t (*step)(const Args*)) {
+  if (count != 8) return python.new_none();
+  Objects objects = {x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], nullptr};
+  const auto absent_or = [&](void* object, int64_t allowed) {
+    return object == python.none || (allowed && python.is_tensor(object));
+  };
+  const bool tensors = python.is_tensor(objects.q) && python.is_tensor(objects.k) && python.is_tensor(objects.v) &&
+                       python.is_tensor(objects.S) && (plan.R ? python.is_tensor(objects.R) : objects.R == python.none);
+  if (!tensors || !absent_or(objects.log_alpha, plan.log_alpha) || !absent_or(objects.beta, plan.beta) ||
+      !absent_or(objects.gamma, plan.gamma))
+    return python.new_none();
+  if (plan.tied) objects.gamma = objects.beta;
+  void* threads = python.PyObject_CallFunctionObjArgs(python.get_num_threads, nullptr);
+  if (!threads) return nullptr;
+  Args a = plan.args;
+  a.threads = python.PyLong_AsLong(threads);
+  python.Py_DecRef(threads);
+  objects.o = python.PyObject_CallFunctionObjArgs(python.empty_like, objects.v, nullptr);
+  if (!objects.o) return nullptr;
+  const auto give_up = [&](void* result) -> void* { return python.Py_DecRef(objects.o), result; };
+  if (!python.is_tensor(objects.o)) return give_up(python.new_none());  // in a mode that makes others
+  if (!read_step(python, objects, a)) return python.PyErr_Clear(), give_up(python.new_none());
+  void* thread = python.PyEval_SaveThread();
+  const int64_t refused = step(&a);
+  python.PyEval_RestoreThread(thread);
+  if (refused) return python.PyErr_SetObject(python.value_error, python.positive), give_up(nullptr);
+  return objects.o;
 }
 
 }  // namespace exchange
