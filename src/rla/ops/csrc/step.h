@@ -31,16 +31,30 @@ struct Update {
   float first, second;
 };
 
+// How a column of K numbers is gone through: as N vectors, with k and q in registers; as WHOLE vectors, as many as there are; or as
+// vectors and a REST.
+enum { REST = -1, WHOLE = 0 };
+constexpr int REGISTERS = W == 16 ? 8 : 0;  // the largest N: of 32 registers k and q take half
+
+template <int N> struct Keys {
+  V k[N > 0 ? N : 1], q[N > 0 ? N : 1];
+  explicit Keys(const Token& t) {
+    if constexpr (N > 0) {
+      unroll<N>([&](auto i) __attribute__((always_inline)) {
+        k[i.value] = load(t.k + i.value * W);
+        q[i.value] = load(t.q + i.value * W);
+      });
+    }
+  }
+};
+
 // If READ the products of k and q with the columns x; if WRITE y <- alpha y + k g. alpha and K are passed by value: a store might
-// change what is in memory. WHOLE: K is a multiple of W, and no code for the rest is in the way.
-template <bool READ, bool WRITE, bool WHOLE>
-INLINE Products sweep_columns(const Token& t, int64_t K, Pair x, Pair y, float alpha, Update g) {
+// change what is in memory.
+template <bool READ, bool WRITE, int N>
+INLINE Products sweep_columns(const Token& t, const Keys<N>& keys, int64_t K, Pair x, Pair y, float alpha, Update g) {
   V k0 = V{}, q0 = V{}, k1 = V{}, q1 = V{};
   const V as = splat(alpha), g0 = splat(g.first), g1 = splat(g.second);
-  int64_t d = 0;
-#pragma GCC unroll 4
-  for (; d + W <= K; d += W) {
-    const V k = load(t.k + d), q = load(t.q + d);
+  const auto vector = [&](int64_t d, V k, V q) __attribute__((always_inline)) {
     const auto read = [&](V& kM, V& qM, const float* from) __attribute__((always_inline)) {
       const V m = load(from + d);
       kM += k * m;
@@ -56,10 +70,17 @@ INLINE Products sweep_columns(const Token& t, int64_t K, Pair x, Pair y, float a
       store(y.first + d, first);
       store(y.second + d, second);
     }
+  };
+  int64_t d = 0;
+  if constexpr (N > 0) {
+    unroll<N>([&](auto i) __attribute__((always_inline)) { vector(i.value * W, keys.k[i.value], keys.q[i.value]); });
+  } else {
+#pragma GCC unroll 4
+    for (; d + W <= K; d += W) vector(d, load(t.k + d), load(t.q + d));
   }
   Products sums;
   sum4(k0, q0, k1, q1, &sums.k_first);
-  for (; !WHOLE && d < K; ++d) {
+  for (; N == REST && d < K; ++d) {
     const auto column = [&](float& kM, float& qM, const float* from, float* to, float add) __attribute__((always_inline)) {
       if constexpr (READ) kM += t.k[d] * from[d], qM += t.q[d] * from[d];
       if constexpr (WRITE) to[d] = alpha * to[d] + t.k[d] * add;
@@ -71,7 +92,7 @@ INLINE Products sweep_columns(const Token& t, int64_t K, Pair x, Pair y, float a
 }
 
 // Columns first .. end - 1 of a head's S and, if FITTED, R.
-template <bool WHOLE, bool FITTED>
+template <int N, bool FITTED>
 inline void run_columns(const Problem& p, Token& t, float* S, float* R, int64_t first, int64_t end) {
   const int64_t K = p.K, half = (end - first + 1) / 2, last = FITTED ? end : first + half;
   const bool delta = p.delta, residual = p.residual, logcosh = p.a.loss == LOGCOSH;
@@ -80,8 +101,9 @@ inline void run_columns(const Problem& p, Token& t, float* S, float* R, int64_t 
   const auto pair = [&](int64_t c) __attribute__((always_inline)) {
     return Pair{S + c * K, FITTED ? R + c * K : c + half < end ? S + (c + half) * K : t.spare};
   };
-  Products x = sweep_columns<true, false, WHOLE>(t, K, pair(first), pair(first), alpha, {}), next = x;
-  if (first + 1 < last) next = sweep_columns<true, false, WHOLE>(t, K, pair(first + 1), pair(first), alpha, {});
+  const Keys<N> keys(t);
+  Products x = sweep_columns<true, false>(t, keys, K, pair(first), pair(first), alpha, {}), next = x;
+  if (first + 1 < last) next = sweep_columns<true, false>(t, keys, K, pair(first + 1), pair(first), alpha, {});
   for (int64_t c = first; c < last; ++c) {
     // what column i of S absorbs, from its products with k and q; in o its output, without R's part
     const auto absorbed = [&](int64_t i, float kS, float qS, float& r) __attribute__((always_inline)) {
@@ -102,8 +124,8 @@ inline void run_columns(const Problem& p, Token& t, float* S, float* R, int64_t 
       g.second = absorbed(c + half, x.k_second, x.q_second, r);
     }
     x = next;
-    if (c + 2 < last) next = sweep_columns<true, true, WHOLE>(t, K, pair(c + 2), pair(c), alpha, g);
-    else sweep_columns<false, true, WHOLE>(t, K, pair(c), pair(c), alpha, g);
+    if (c + 2 < last) next = sweep_columns<true, true>(t, keys, K, pair(c + 2), pair(c), alpha, g);
+    else sweep_columns<false, true>(t, keys, K, pair(c), pair(c), alpha, g);
   }
 }
 
@@ -151,8 +173,10 @@ inline void step_columns(const Problem& p, int64_t b, int64_t h, int64_t first, 
   const auto run = [&](auto fitted) {
     constexpr bool FITTED = decltype(fitted)::value;
     float *const S = a.S + at, *const R = FITTED ? a.R + at : nullptr;
-    if (p.K % W == 0) run_columns<true, FITTED>(p, t, S, R, first, end);
-    else run_columns<false, FITTED>(p, t, S, R, first, end);
+    if (REGISTERS && p.K == REGISTERS * W) run_columns<REGISTERS, FITTED>(p, t, S, R, first, end);
+    else if (REGISTERS && p.K == REGISTERS * W / 2) run_columns<REGISTERS / 2, FITTED>(p, t, S, R, first, end);
+    else if (p.K % W == 0) run_columns<WHOLE, FITTED>(p, t, S, R, first, end);
+    else run_columns<REST, FITTED>(p, t, S, R, first, end);
   };
   if (p.fitted) run(Int<1>{});
   else run(Int<0>{});
