@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..method import Method, get_method
+from .native import any_positive
 
 if TYPE_CHECKING:
     from .attend import State
@@ -77,7 +78,7 @@ def check(
     else:
         devices = (q.device.type, "cpu")
     if values:
-        if log_alpha is not None and log_alpha.device.type in devices and bool((log_alpha > 0).any()):
+        if log_alpha is not None and log_alpha.device.type in devices and any_positive(log_alpha):
             raise ValueError(
                 f"log_alpha: expected values <= 0, natural logarithms of decays in [0, 1]; "
                 f"got a maximum of {log_alpha.max().item():.4g} (is it alpha rather than its logarithm?)"

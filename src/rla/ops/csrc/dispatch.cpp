@@ -176,6 +176,12 @@ API const void* rla_plain_step() {
   return &definition;
 }
 
+API int64_t rla_any_positive(const float* x, int64_t n) {
+  int64_t found = 0;
+  for (int64_t i = 0; i < n; ++i) found |= x[i] > 0;
+  return found;
+}
+
 API int64_t rla_panel() { return isa().panel(); }
 API int64_t rla_chunk() { return isa().chunk(); }
 API int64_t rla_args_size() { return sizeof(Args); }
