@@ -154,6 +154,7 @@ struct Task {
 struct Chunk {
   int64_t t, c;  // first token, tokens
   float *q, *k, *qT, *kT;               // [C, ldk], transposed panels [CP][K][NR]
+  bool turned;                          // kT serves absorb, as it is there for all of C tokens: one stream, where rows of k are many
   uint16_t *q16, *k16, *k16T, *k16L;    // of bfloat16 instead, before the norm: left operands, k^T as a right and a left one,
                                         // whose blocks are GROUP * LEFT apart, between those of the group's other chunks
   const Chunk* before;                  // in the group, if there is one
@@ -427,6 +428,7 @@ inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bo
     load_keys(p, task, ch, p.a.k, p.a.k_stride, ch.k, ch.ik);
     if (!backward || !p.pairs) transpose_keys(p, ch, ch.k, ch.kT);
   }
+  ch.turned = !HALVES && (!backward || !p.pairs) && ch.c == C;
   if (backward) transpose_keys(p, ch, ch.q, ch.qT);
   if (backward && p.pairs) {
     ch.A = task.pairs(p, 0, t);

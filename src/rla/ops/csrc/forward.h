@@ -147,7 +147,8 @@ inline void absorb(const Problem& p, const Chunk& ch, const float* from, float* 
     Tile<M> x;
     V decay = splat(ch.decay);
     EACH(M, x.v[i][j] = decay * load(from + (d + i) * NR + j * W));
-    mul_columns(x, ch.k + d, p.ldk, u, ch.c, fetch);
+    if (ch.turned) mul_panels(x, ch.kT + d * NR, p.K * NR, u, CP, fetch);
+    else mul_columns(x, ch.k + d, p.ldk, u, ch.c, fetch);
     put(to + d * NR, x);
     if (copy) put_past(copy + d * NR, x, NR, p.past_saved);
   });

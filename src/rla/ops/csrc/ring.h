@@ -50,6 +50,7 @@ struct Ring {
       if (n >= done[i].get() + SLOTS) return false;
     if (!__atomic_compare_exchange_n(&claimed.value, &n, n + 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return false;
     prepare_group(p, task, groups[n % SLOTS], n * GROUP * C, p.a.saved);
+    for (Chunk& ch : groups[n % SLOTS]) ch.turned = false;  // k is there for the other threads; kT would have to be fetched too
     ready[n % SLOTS].set(n + 1);
     return true;
   }

@@ -117,14 +117,19 @@ template <int J0 = 0, int J1 = NV, int M> INLINE void mul_step(Tile<M>& c, const
 template <int J0 = 0, int J1 = NV, int M, class F = NoFetch>
 INLINE void mul(Tile<M>& c, const float* a, int64_t si, int64_t sn, const float* b, int64_t depth, F&& fetch = {}) {
   Tile<M> t = c;
-  for (int64_t m = 0; m < depth; m += FETCH) {
+  const auto step = [&]() __attribute__((always_inline)) {
+    mul_step<J0, J1>(t, a, si, b);
+    a += sn;
+    b += NR;
+  };
+  int64_t m = 0;
+  for (; m + FETCH <= depth; m += FETCH) {
     fetch.next();
-    for (int64_t n = least(FETCH, depth - m); n; --n) {
-      mul_step<J0, J1>(t, a, si, b);
-      a += sn;
-      b += NR;
-    }
+#pragma GCC unroll 2
+    for (int n = 0; n < FETCH; ++n) step();
   }
+  if (m < depth) fetch.next();
+  for (; m < depth; ++m) step();
   c = t;
 }
 template <int M, class F = NoFetch>
@@ -156,6 +161,7 @@ INLINE void mul_panels(Tile<M>& c, const float* a, int64_t a_step, const float* 
   for (int64_t s = 0; s < count; ++s) {
     for (int64_t m = 0; m < NR; m += FETCH) {
       fetch.next();
+#pragma GCC unroll 2
       for (int64_t n = m; n < m + FETCH; ++n) {
         mul_step<J0, J1>(t, a + n, NR, b);
         b += NR;
