@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import rla.cli
-from rla.bench import decode, kernels, measure, peers, ratios, workload
+from rla.bench import decode, kernels, measure, peers, ratios, threads, workload
 from rla.bench.measure import Quantiles
 from rla.bench.ratios import Cell, Results
 from rla.bench.workload import AUTOGRAD, Contender, Tokens, Unavailable, Workload
@@ -188,6 +188,22 @@ def test_cells_are_timed_in_turn():
     assert {name: len(times) for name, times in samples.items()} == {"a": 3, "b": 3}
 
 
+def run_threads(out: Path, **options) -> int:
+    settings: dict = {"methods": ("rdn",), "backends": ("chunked",), "length": 70, "dim": 16}
+    return threads.main(**{**settings, "seconds": 0.0, "out": out, **options})
+
+
+def test_threads_writes_table_and_csv_and_leaves_torch_as_it_was(tmp_path, capsys):
+    before = torch.get_num_threads()
+    assert run_threads(tmp_path, threads=(1, 2)) == 0
+    assert torch.get_num_threads() == before
+    assert "times as fast" in capsys.readouterr().out
+    rows = rows_of(tmp_path / "threads.csv")
+    assert [(r["method"], r["threads"]) for r in rows] == [("rdn", "1"), ("rdn", "2"), ("sgemm", "1"), ("sgemm", "2")]
+    assert all(float(r["times_as_fast_q50"]) == 1 for r in rows if r["threads"] == "1")
+    assert all(float(r["times_as_fast_q50"]) > 0 for r in rows)
+
+
 def run_decode(out: Path, **options) -> int:
     settings = {"methods": ("gdn", "rdn"), "backends": ("chunked",), "positions": (3, 9), "cycle": 2, "heads": 2, "dim": 8}
     return decode.main(**{**settings, "threads": 1, "seconds": 0.0, "out": out, **options})
@@ -234,6 +250,8 @@ def test_decode_writes_table_csv_and_figure(tmp_path, capsys):
         (run_decode, {"device": "cuda"}, "--device: torch finds no CUDA device here; expected cpu"),
         (run_decode, {"cycle": 0}, "--cycle: expected numbers of at least 1; got 0"),
         (run_decode, {"positions": (-3,)}, "--positions: expected numbers of at least 1; got -3"),
+        (run_threads, {"threads": (1, 0)}, "--threads: expected numbers of at least 1; got 1 0"),
+        (run_threads, {"length": 0}, "--length: expected numbers of at least 1; got 0"),
     ],
 )
 def test_wrong_options_are_named(tmp_path, capsys, run, options, message, monkeypatch):
@@ -253,7 +271,7 @@ def test_a_backend_for_another_device_is_left_out(tmp_path, capsys, monkeypatch)
     assert {row["by"] for row in rows_of(tmp_path / "kernels.csv")} == {"chunked"}
 
 
-@pytest.mark.parametrize("command", ["kernels", "decode"])
+@pytest.mark.parametrize("command", ["kernels", "decode", "threads"])
 def test_command_line(capsys, command):
     with pytest.raises(SystemExit) as done:
         rla.cli.main(["bench", command, "--help"])

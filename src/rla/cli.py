@@ -38,6 +38,7 @@ COMMANDS = {
     "bench kernels": Command("rla.bench.kernels:main", "time attend's backends beside their peers, over lengths", "bench"),
     "bench train": Command("rla.train.throughput:main", "time training steps, by part, beside the baselines", "train"),
     "bench decode": Command("rla.bench.decode:main", "time the one-token step beside one pass over its states", "bench"),
+    "bench threads": Command("rla.bench.threads:main", "time attend with one thread and with several, in turn", "bench"),
 }
 
 

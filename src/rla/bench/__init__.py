@@ -1,1 +1,3 @@
-"""Benchmarks: `rla bench kernels` (attend over lengths, beside its peers) and `rla bench decode` (the one-token step)."""
+"""Benchmarks: `rla bench kernels` (attend over lengths, beside its peers), `rla bench decode` (the one-token step) and
+`rla bench threads` (several threads beside one).
+"""

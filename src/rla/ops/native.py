@@ -375,7 +375,7 @@ def step(
 
 @functools.cache
 def _exchange() -> Callable[[bytes], PlainStep] | None:
-    """What makes a plan, struct Plan in csrc/exchange.h, a function; None where torch (< 2.10) has no DLPack exchange interface."""
+    """What makes a plan, struct Plan in csrc/exchange.h, a function; None where torch (< 2.10) has no such interface."""
     library, capsule = _library(), getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if library.missing is not None or capsule is None:
         return None
@@ -396,8 +396,8 @@ def _exchange() -> Callable[[bytes], PlainStep] | None:
 def plain_step(method: Method) -> PlainStep | None:
     """`step` in the common case, tensors that the kernel takes as they are, with all the checks that it needs; None if never.
 
-    Its arguments are q, k, v, log_alpha, beta, gamma, S, R; it returns None if these have to go through the full checks. The kernel
-    takes some 40 microseconds and the full checks as much again. What is served here would pass them all.
+    Its arguments are q, k, v, log_alpha, beta, gamma, S, R; it returns None if these have to go through the full checks. The
+    kernel takes some 40 microseconds and the full checks as much again. What is served here would pass them all.
     """
     make = _exchange()
     if make is None or method.decay == "vector":
