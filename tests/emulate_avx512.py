@@ -84,6 +84,8 @@ void _Unwind_Resume(void *x) { __builtin_trap(); }
 void __gxx_personality_v0(void) { __builtin_trap(); }
 int __cxa_thread_atexit(void *f, void *x, void *library) { return 0; }
 int madvise(void *p, size_t n, int advice) { return 0; }
+int sched_yield(void) { return 0; }
+int omp_get_num_threads(void) { return 1; }
 char *getenv(const char *name) { return 0; }
 void *__dso_handle;
 void halt(void) { __asm__ volatile("hlt"); }
@@ -173,6 +175,7 @@ def build(folder: str) -> tuple[bytes, dict[str, int], set[int]]:
 class Emulator:
     """Takes the place of `native._Library`: its attributes, served by an emulated CPU."""
 
+    missing = "no library of this machine's: what reads tensors from Python does without"
     WRITTEN = frozenset(("o", "dq", "dk", "dv", "S", "R", "saved", "pS", "pR", "dlog_alpha", "dbeta", "dgamma", "dS0", "dR0"))
 
     def __init__(self, bochs, image: bytes, symbols: dict[str, int]) -> None:

@@ -9,15 +9,16 @@
 
 namespace RLA_ISA {
 
-struct Ring {
+struct Ring {  // of zeros at first
   static constexpr int64_t SLOTS = 8, AHEAD = 3, MOST_PARTS = 256 / NR;
   struct alignas(64) Number {  // on a line of its own
-    int64_t value = 0;
+    int64_t value;
     int64_t get() const { return __atomic_load_n(&value, __ATOMIC_ACQUIRE); }
     void set(int64_t x) { __atomic_store_n(&value, x, __ATOMIC_RELEASE); }
   };
 
   Chunk groups[SLOTS][GROUP];
+  int64_t maker[SLOTS];     // the part whose thread has prepared the group
   Number ready[SLOTS];      // group n is in slot n % SLOTS if that says n + 1
   Number done[MOST_PARTS];  // groups that a part of the columns is through with
   Number claimed;           // groups that are or are being prepared
@@ -29,13 +30,18 @@ struct Ring {
     parts = parts_, count = count_;
   }
 
-  // Group n, prepared.
-  const Chunk* group(const Problem& p, const Task& task, int64_t n) {
-    if (claimed.get() < n + AHEAD) prepare_next(p, task);
-    while (ready[n % SLOTS].get() != n + 1)
-      if (!prepare_next(p, task)) sched_yield();
-    return groups[n % SLOTS];
+  // Group n, prepared, for a part of the columns.
+  void take(const Problem& p, const Task& task, int64_t n, int64_t part, Chunk* to) {
+    const int64_t slot = n % SLOTS;
+    if (claimed.get() < n + AHEAD) prepare_next(p, task, part);
+    while (ready[slot].get() != n + 1)
+      if (!prepare_next(p, task, part)) sched_yield();
+    for (int i = 0; i < task.group(n * GROUP * C); ++i) {
+      to[i] = groups[slot][i];
+      to[i].turned &= maker[slot] == part;  // k is there for other threads; kT they would have to fetch too
+    }
   }
+  void leave(int64_t n, int64_t part) { done[part].set(n + 1); }
 
   void fetch(Fetch& f, int64_t n) const {
     if (ready[n % SLOTS].get() != n + 1) return;
@@ -43,14 +49,14 @@ struct Ring {
   }
 
   // False, with nothing done, if another thread has just claimed it, there is none, or its slot is in use.
-  bool prepare_next(const Problem& p, const Task& task) {
+  bool prepare_next(const Problem& p, const Task& task, int64_t part) {
     int64_t n = claimed.get();
     if (n == count) return false;
     for (int64_t i = 0; i < parts; ++i)
       if (n >= done[i].get() + SLOTS) return false;
     if (!__atomic_compare_exchange_n(&claimed.value, &n, n + 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return false;
     prepare_group(p, task, groups[n % SLOTS], n * GROUP * C, p.a.saved);
-    for (Chunk& ch : groups[n % SLOTS]) ch.turned = false;  // k is there for the other threads; kT would have to be fetched too
+    maker[n % SLOTS] = part;
     ready[n % SLOTS].set(n + 1);
     return true;
   }
