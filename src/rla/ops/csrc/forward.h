@@ -299,13 +299,13 @@ inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t 
 inline void forward_task(const Problem& p, int64_t n, int64_t h, int64_t heads, int64_t first, int64_t count, Ring* ring,
                          int64_t part) {
   Arena m;
-  Chunk group[GROUP];
+  Chunk own[GROUP];
   Strip st;
   Fetch fetch;
   float *S, *R;
   for (int pass = 0; pass < 2; ++pass) {
     if (pass) m = Arena{scratch_own.get(m.used), 0};
-    for (int i = 0; i < GROUP; ++i) group[i].carve(m, p, false, i ? group + i - 1 : nullptr);
+    for (int i = 0; i < GROUP; ++i) own[i].carve(m, p, false, i ? own + i - 1 : nullptr);
     st = forward_scratch(m);
     S = m.floats(heads * count * p.panel);
     R = m.floats(heads * count * p.panel);
@@ -326,8 +326,8 @@ inline void forward_task(const Problem& p, int64_t n, int64_t h, int64_t heads, 
     for (int64_t g = 0; g < heads; ++g) {
       const Task task(p, n, h + g), next(p, n, h + (g + 1) % heads);
       const int64_t after = g + 1 < heads ? t : t + GROUP * C;
-      if (ring) ring->take(p, task, t / (GROUP * C), part, group);
-      else prepare_group(p, task, group, t, p.a.saved && first == 0);
+      const Chunk* group = ring ? ring->take(p, task, t / (GROUP * C)) : own;
+      if (!ring) prepare_group(p, task, own, t, p.a.saved && first == 0);
       fetch_forward(fetch, p, next, after, first, count, ring);
       each_panel(g, [&](float* S, float* R, int64_t s) { forward_strip(p, task, group, task.group(t), st, S, R, s); });
       if (ring) ring->leave(t / (GROUP * C), part);

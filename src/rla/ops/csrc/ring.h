@@ -18,7 +18,6 @@ struct Ring {  // of zeros at first
   };
 
   Chunk groups[SLOTS][GROUP];
-  int64_t maker[SLOTS];     // the part whose thread has prepared the group
   Number ready[SLOTS];      // group n is in slot n % SLOTS if that says n + 1
   Number done[MOST_PARTS];  // groups that a part of the columns is through with
   Number claimed;           // groups that are or are being prepared
@@ -30,16 +29,12 @@ struct Ring {  // of zeros at first
     parts = parts_, count = count_;
   }
 
-  // Group n, prepared, for a part of the columns.
-  void take(const Problem& p, const Task& task, int64_t n, int64_t part, Chunk* to) {
-    const int64_t slot = n % SLOTS;
-    if (claimed.get() < n + AHEAD) prepare_next(p, task, part);
-    while (ready[slot].get() != n + 1)
-      if (!prepare_next(p, task, part)) sched_yield();
-    for (int i = 0; i < task.group(n * GROUP * C); ++i) {
-      to[i] = groups[slot][i];
-      to[i].turned &= maker[slot] == part;  // k is there for other threads; kT they would have to fetch too
-    }
+  // Group n, prepared.
+  const Chunk* take(const Problem& p, const Task& task, int64_t n) {
+    if (claimed.get() < n + AHEAD) prepare_next(p, task);
+    while (ready[n % SLOTS].get() != n + 1)
+      if (!prepare_next(p, task)) sched_yield();
+    return groups[n % SLOTS];
   }
   void leave(int64_t n, int64_t part) { done[part].set(n + 1); }
 
@@ -49,14 +44,14 @@ struct Ring {  // of zeros at first
   }
 
   // False, with nothing done, if another thread has just claimed it, there is none, or its slot is in use.
-  bool prepare_next(const Problem& p, const Task& task, int64_t part) {
+  bool prepare_next(const Problem& p, const Task& task) {
     int64_t n = claimed.get();
     if (n == count) return false;
     for (int64_t i = 0; i < parts; ++i)
       if (n >= done[i].get() + SLOTS) return false;
     if (!__atomic_compare_exchange_n(&claimed.value, &n, n + 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return false;
     prepare_group(p, task, groups[n % SLOTS], n * GROUP * C, p.a.saved);
-    maker[n % SLOTS] = part;
+    for (Chunk& ch : groups[n % SLOTS]) ch.turned = false;  // k is there for other threads; kT they would have to fetch too
     ready[n % SLOTS].set(n + 1);
     return true;
   }
