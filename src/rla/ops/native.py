@@ -381,15 +381,21 @@ def _exchange() -> Callable[[bytes], PlainStep] | None:
         return None
     python, pointer, thing = ctypes.pythonapi, ctypes.c_void_p, ctypes.py_object
     api = ctypes.PYFUNCTYPE(pointer, thing, ctypes.c_char_p)(("PyCapsule_GetPointer", python))(capsule, b"dlpack_exchange_api")
-    objects = [id(x) for x in (None, Tensor, ValueError, _POSITIVE, torch.empty_like, torch.get_num_threads)]
+    held = (None, Tensor, ValueError, _POSITIVE, torch.empty_like, torch.get_num_threads)
     functions = [ctypes.cast(getattr(python, name), pointer).value for name in _INTERPRETER]
-    given = struct.pack(f"={1 + len(objects) + len(functions)}q", api, *objects, *functions)
+    given = struct.pack(f"={1 + len(held) + len(functions)}q", api, *map(id, held), *functions)
     if library.library.rla_set_python(given):
         return None
     assert library.library.rla_plan_size() == _ARGS.size + _PLAN.size
     library.library.rla_plain_step.restype = pointer
     new = ctypes.PYFUNCTYPE(thing, pointer, thing, pointer)(("PyCFunction_NewEx", python))
-    return lambda plan: new(library.library.rla_plain_step(), plan, None)
+
+    def make(
+        plan: bytes, held: tuple[object, ...] = held
+    ) -> PlainStep:  # the library has addresses alone, these are the references
+        return new(library.library.rla_plain_step(), plan, None)
+
+    return make
 
 
 @functools.cache
