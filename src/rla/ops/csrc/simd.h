@@ -265,25 +265,20 @@ inline void store_row(int dtype, void* p, int64_t at, const float* from, int64_t
 }
 
 #if defined(__clang__) || __GNUC__ >= 12
-template <int H, int... L> INLINE void butterfly(V& a, V& b, Int<H>, Int<L>...) {
-  V x = __builtin_shufflevector(a, b, ((L & H) ? W + L - H : L)...);
-  b = __builtin_shufflevector(a, b, ((L & H) ? W + L : L + H)...);
+// a0 b0 a1 b1 and a2 b2 a3 b3, of each four numbers of a and b.
+template <int... L> INLINE void zip(V& a, V& b, Int<L>...) {
+  V x = __builtin_shufflevector(a, b, ((L & 1) * W + L / 4 * 4 + L % 4 / 2)...);
+  b = __builtin_shufflevector(a, b, ((L & 1) * W + L / 4 * 4 + L % 4 / 2 + 2)...);
   a = x;
 }
-template <int H> INLINE void butterflies(V (&r)[W]) {
-  unroll<W>([&](auto i) __attribute__((always_inline)) {
-    if constexpr (!(i.value & H)) {
-      if constexpr (W == 4)
-        butterfly(r[i.value], r[i.value + H], Int<H>{}, Int<0>{}, Int<1>{}, Int<2>{}, Int<3>{});
-      else if constexpr (W == 8)
-        butterfly(r[i.value], r[i.value + H], Int<H>{}, Int<0>{}, Int<1>{}, Int<2>{}, Int<3>{}, Int<4>{}, Int<5>{},
-                  Int<6>{}, Int<7>{});
-      else
-        butterfly(r[i.value], r[i.value + H], Int<H>{}, Int<0>{}, Int<1>{}, Int<2>{}, Int<3>{}, Int<4>{}, Int<5>{},
-                  Int<6>{}, Int<7>{}, Int<8>{}, Int<9>{}, Int<10>{}, Int<11>{}, Int<12>{}, Int<13>{}, Int<14>{},
-                  Int<15>{});
-    }
-  });
+INLINE void zip(V& a, V& b) {
+  if constexpr (W == 4)
+    zip(a, b, Int<0>{}, Int<1>{}, Int<2>{}, Int<3>{});
+  else if constexpr (W == 8)
+    zip(a, b, Int<0>{}, Int<1>{}, Int<2>{}, Int<3>{}, Int<4>{}, Int<5>{}, Int<6>{}, Int<7>{});
+  else
+    zip(a, b, Int<0>{}, Int<1>{}, Int<2>{}, Int<3>{}, Int<4>{}, Int<5>{}, Int<6>{}, Int<7>{}, Int<8>{}, Int<9>{}, Int<10>{},
+        Int<11>{}, Int<12>{}, Int<13>{}, Int<14>{}, Int<15>{});
 }
 // Four numbers of each of the rows 0, 4, 8 ... of a block, one after the other.
 INLINE V load_fours(const float* a, int64_t lda) {
@@ -292,6 +287,8 @@ INLINE V load_fours(const float* a, int64_t lda) {
   x = _mm512_insertf32x4(x, _mm_loadu_ps(a + 4 * lda), 1);
   x = _mm512_insertf32x4(x, _mm_loadu_ps(a + 8 * lda), 2);
   return (V)_mm512_insertf32x4(x, _mm_loadu_ps(a + 12 * lda), 3);
+#elif defined(__AVX2__) && !defined(RLA_W)  // the loop below would go through memory, and wait for it
+  return (V)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(a)), _mm_loadu_ps(a + 4 * lda), 1);
 #else
   V x;
   for (int i = 0; i < W; i += 4) __builtin_memcpy((char*)&x + 4 * i, a + i * lda, 16);
@@ -301,8 +298,13 @@ INLINE V load_fours(const float* a, int64_t lda) {
 INLINE void transpose_block(const float* a, int64_t lda, float* b, int64_t ldb, const float* scale) {
   V r[W];
   unroll<W>([&](auto i) __attribute__((always_inline)) { r[i.value] = load_fours(a + i.value % 4 * lda + i.value / 4 * 4, lda); });
-  butterflies<1>(r);
-  butterflies<2>(r);
+  unroll<W / 4>([&](auto i) __attribute__((always_inline)) {
+    V* four = r + 4 * i.value;
+    zip(four[0], four[2]);
+    zip(four[1], four[3]);
+    zip(four[0], four[1]);
+    zip(four[2], four[3]);
+  });
   if (scale) {
     const V s = load(scale);
     unroll<W>([&](auto i) __attribute__((always_inline)) { r[i.value] *= s; });
