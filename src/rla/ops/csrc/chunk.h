@@ -168,29 +168,35 @@ struct Chunk {
   float *ab, *ag;                       // alpha beta, alpha gamma
   float *iq, *ik;                       // 1 / norms
   float decay;                          // exp(b_C)
-  float *begin, *end;                   // of what is read after it is prepared
 
   void carve(Arena& m, const Problem& p, bool backward, const Chunk* before_ = nullptr) {
+    carve_own(m, p, backward, before_);
+    carve_common(m, p);
+  }
+  // What each thread that reads the chunk has for itself, and what only serves to prepare it.
+  void carve_own(Arena& m, const Problem& p, bool backward, const Chunk* before_ = nullptr) {
     before = before_;
     kT = HALVES ? nullptr : m.floats(C * p.K);
     qT = backward ? m.floats(C * p.K) : nullptr;
     D = m.floats(C * C);
     for (float** x : {&qk, &kk}) *x = m.floats(HALVES ? C * C : 0);
-    begin = m.floats(0);
     if (HALVES) {
       for (uint16_t** x : {&q16, &k16, &k16T}) *x = m.halves(p.blocks * LEFT);
-      for (uint16_t** x : {&qx, &kx}) *x = m.halves(before ? LEFT : 0);
       k16L = before ? before->k16L + LEFT : m.halves(p.blocks * GROUP * LEFT);
     } else {
       q = m.floats(C * p.ldk);
       k = m.floats(C * p.ldk);
     }
-    A = m.floats(C * C);
     Ag = p.fitted ? m.floats(C * C) : nullptr;
+  }
+  // What threads that split the value columns of a head may have in common.
+  void carve_common(Arena& m, const Problem& p) {
+    if (HALVES)
+      for (uint16_t** x : {&qx, &kx}) *x = m.halves(before ? LEFT : 0);
+    A = m.floats(C * C);
     Au = p.sum ? m.floats(C * C) : A;
-    Gp = m.floats(C * C);
+    Gp = p.delta || p.residual ? m.floats(C * C) : nullptr;
     for (float** x : {&E, &Ep, &L, &alpha, &beta, &gamma, &go, &eu, &ab, &ag, &iq, &ik, &sq, &sk}) *x = m.floats(C);
-    end = m.floats(0);
   }
 };
 
@@ -244,9 +250,9 @@ inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int i, int
   f.spread(products * p.strips * calls_of(C, p.K));
 }
 
-// x[i] = row i of q or k, normalised; inverse[i] = 1 / max(norm, eps), with a minus sign where eps was larger.
+// x[i] = row i of q or k, normalised; inverse[i] = 1 / max(norm, eps), with a minus sign where eps was larger. known: it is there.
 inline void load_keys(const Problem& p, const Task& task, const Chunk& ch, const void* source, const int64_t* stride,
-                      float* x, float* inverse) {
+                      float* x, float* inverse, bool known) {
   const bool whole = p.dtype == F32 && p.K % W == 0;  // rows that can be read where they are
   constexpr int N = 4;  // rows at a time: one would wait for its own sums, and of many the first are out of the cache again
   for (int64_t i0 = 0; i0 < ch.c; i0 += N) {
@@ -260,15 +266,17 @@ inline void load_keys(const Problem& p, const Task& task, const Chunk& ch, const
       load_row(p.dtype, source, at, row[i], p.K);
       for (int64_t d = p.K; d < p.ldk; ++d) row[i][d] = 0;
     }
-    V s[N] = {};
-    for (int64_t d = 0; d < p.K; d += W)
-      unroll<N>([&](auto i) __attribute__((always_inline)) { s[i.value] += load(from[i.value] + d) * load(from[i.value] + d); });
-    sum4(s[0], s[1], s[2], s[3], squares);
-    for (int64_t i = 0; i < N; ++i) {
-      const float norm = sqrtf(squares[i]), larger = norm < NORM_EPS ? NORM_EPS : norm;
-      inverse[i0 + i] = norm < NORM_EPS ? -1 / NORM_EPS : 1 / norm;
-      scale[i] = p.a.qk_norm ? 1 / larger : 1;
+    if (!known) {
+      V s[N] = {};
+      for (int64_t d = 0; d < p.K; d += W)
+        unroll<N>([&](auto i) __attribute__((always_inline)) { s[i.value] += load(from[i.value] + d) * load(from[i.value] + d); });
+      sum4(s[0], s[1], s[2], s[3], squares);
+      for (int64_t i = 0; i < N; ++i) {
+        const float norm = sqrtf(squares[i]);
+        inverse[i0 + i] = norm < NORM_EPS ? -1 / NORM_EPS : 1 / norm;
+      }
     }
+    for (int64_t i = 0; i < N; ++i) scale[i] = p.a.qk_norm ? fabsf(inverse[i0 + i]) : 1;
     for (int64_t i = 0; i < least<int64_t>(N, ch.c - i0); ++i) {
       for (int64_t d = 0; d < p.K; d += W) store(row[i] + d, load(from[i] + d) * splat(scale[i]));
       // exact, so that its gradient is exactly zero
@@ -296,12 +304,9 @@ inline void load_operand(const Problem& p, const Task& task, const Chunk& ch, co
   }
 }
 
-// q and k as operands, and what they give with each other.
-inline void load_operands(const Problem& p, const Task& task, const Chunk& ch) {
-  load_operand(p, task, ch, p.a.q, p.a.q_stride, ch.q16, ch.iq);
-  load_operand(p, task, ch, p.a.k, p.a.k_stride, ch.k16, ch.ik);
+// What q and k give with the keys of the chunk.
+inline void multiply_operands(const Problem& p, const Chunk& ch) {
   transpose_right(ch.k16, ch.k16T, p.blocks);
-  transpose_left(ch.k16, ch.k16L, p.blocks, GROUP * LEFT);
   for (int64_t s = 0; s < CP; ++s) {
     const uint16_t* b = ch.k16T + s * p.blocks * RIGHT;
     multiply(ch.qk + s * NR, C, {ch.q16, b, p.blocks});
@@ -412,21 +417,43 @@ inline void make_pairs(const Problem& p, const Task& task, const Chunk& ch, bool
   });
 }
 
-// keep: forward keeps the matrices of pairs; in backward it has.
-inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bool backward, bool keep) {
+// What each thread that reads a chunk has for itself. known: the chunk is prepared, and with it what threads have in common.
+inline void load_rows(const Problem& p, const Task& task, const Chunk& ch, bool known) {
+  if constexpr (HALVES) {
+    float inverse[C];
+    load_operand(p, task, ch, p.a.q, p.a.q_stride, ch.q16, known ? inverse : ch.iq);
+    load_operand(p, task, ch, p.a.k, p.a.k_stride, ch.k16, known ? inverse : ch.ik);
+    transpose_left(ch.k16, ch.k16L, p.blocks, GROUP * LEFT);
+  } else {
+    load_keys(p, task, ch, p.a.q, p.a.q_stride, ch.q, ch.iq, known);
+    load_keys(p, task, ch, p.a.k, p.a.k_stride, ch.k, ch.ik, known);
+  }
+}
+inline void gate_pairs(const Problem& p, const Chunk& ch) {
+  for (int64_t i = 0; p.fitted && i < ch.c; ++i)
+    for (int64_t j = 0; j <= i; j += W) store(ch.Ag + i * C + j, load(ch.A + i * C + j) * splat(ch.go[i]));
+}
+inline void set_tokens(const Task& task, Chunk& ch, int64_t t) {
   ch.t = t;
   ch.c = least<int64_t>(C, task.length - t);
-  load_gates(p, task, ch);
+}
+inline void set_decay(Chunk& ch) {
   ch.decay = ch.E[ch.c - 1];
+  ch.fade = ch.before && ch.before->decay >= GONE ? ch.before->decay : 1;
+}
+
+// keep: forward keeps the matrices of pairs; in backward it has.
+inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bool backward, bool keep) {
+  set_tokens(task, ch, t);
+  load_gates(p, task, ch);
+  set_decay(ch);
+  load_rows(p, task, ch, false);
   if constexpr (HALVES) {
-    load_operands(p, task, ch);
+    multiply_operands(p, ch);
     if (ch.before) load_products(p, ch);
-    ch.fade = ch.before && ch.before->decay >= GONE ? ch.before->decay : 1;
     for (int64_t i = 0; i < C; ++i) ch.sq[i] = ch.iq[i] * ch.fade, ch.sk[i] = ch.ik[i] * ch.fade;
-  } else {
-    load_keys(p, task, ch, p.a.q, p.a.q_stride, ch.q, ch.iq);
-    load_keys(p, task, ch, p.a.k, p.a.k_stride, ch.k, ch.ik);
-    if (!backward || !p.pairs) transpose_keys(p, ch, ch.k, ch.kT);
+  } else if (!backward || !p.pairs) {
+    transpose_keys(p, ch, ch.k, ch.kT);
   }
   ch.turned = !HALVES && (!backward || !p.pairs) && ch.c == C;
   if (backward) transpose_keys(p, ch, ch.q, ch.qT);
@@ -437,14 +464,23 @@ inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bo
   } else {
     make_pairs(p, task, ch, keep && p.pairs);
   }
-  if (!p.fitted) return;
-  for (int64_t i = 0; i < ch.c; ++i)
-    for (int64_t j = 0; j <= i; j += W) store(ch.Ag + i * C + j, load(ch.A + i * C + j) * splat(ch.go[i]));
+  gate_pairs(p, ch);
 }
 
 // The chunks of a group that begins at t, in forward.
 inline void prepare_group(const Problem& p, const Task& task, Chunk* group, int64_t t, bool keep) {
   for (int i = 0; i < task.group(t); ++i) prepare(p, task, group[i], t + i * C, false, keep);
+}
+// The same where another thread may have prepared what is common.
+inline void join_group(const Problem& p, const Task& task, Chunk* group, int64_t t) {
+  for (int i = 0; i < task.group(t); ++i) {
+    Chunk& ch = group[i];
+    set_tokens(task, ch, t + i * C);
+    set_decay(ch);
+    load_rows(p, task, ch, true);
+    gate_pairs(p, ch);
+    ch.turned = false;
+  }
 }
 
 // A state of the caller, by columns [V, K], to and from one panel of columns.
