@@ -18,31 +18,43 @@ namespace RLA_ISA {
 
 struct Finish {
   float *dqk, *dkk, *dqkT;  // [CP][C][NR]
+  float *dqT, *dkT;         // [CP][K][NR]
   float *columns;           // [C]
   float *rows;              // [W, ldk]
+  Part sum;                 // of the parts of all blocks
 
   void carve(Arena& m, const Problem& p) {
     for (float** x : {&dqk, &dkk, &dqkT}) *x = m.floats(C * C);
+    for (float** x : {&dqT, &dkT}) *x = m.floats(C * p.K);
     columns = m.floats(C);
     rows = m.floats(W * p.ldk);
+    sum.carve(m, p);
   }
 };
 
-// A part's entry summed over the blocks, in the order of the blocks. `parts` are `step` apart.
-INLINE V add_parts(const Part* parts, int64_t step, int64_t blocks, float* Part::*field, int64_t at) {
-  V x = load(parts->*field + at);
-  for (int64_t b = 1; b < blocks; ++b) x += load(parts[b * step].*field + at);
-  return x;
-}
-INLINE float add_part(const Part* parts, int64_t step, int64_t blocks, float* Part::*field, int64_t at) {
-  float x = (parts->*field)[at];
-  for (int64_t b = 1; b < blocks; ++b) x += (parts[b * step].*field)[at];
-  return x;
+// to <- the sum of parts, in pairs: (a + b) + (c + d), without those that are null. b and d may be in a and c already.
+inline void add_parts(const Problem& p, const Part& to, const Part* a, const Part* b, const Part* c = nullptr, const Part* d = nullptr) {
+  auto add = [&](float* Part::*field, int64_t n) {
+    for (int64_t i = 0; i < n; i += W) {
+      auto pair = [&](const Part* x, const Part* y) __attribute__((always_inline)) {
+        return y ? load(x->*field + i) + load(y->*field + i) : load(x->*field + i);
+      };
+      const V first = pair(a, b);
+      store(to.*field + i, c ? first + pair(c, d) : first);
+    }
+  };
+  for (float* Part::*field : {&Part::dqT, &Part::dkT}) add(field, C * p.K);
+  add(&Part::Pu, C * C);
+  if (p.fitted) add(&Part::Pw, C * C);
+  if (p.delta || p.residual) add(&Part::dGp, C * C);
+  for (float* Part::*field : {&Part::beta, &Part::gamma, &Part::delta, &Part::error, &Part::qS, &Part::qR, &Part::kd, &Part::r,
+                              &Part::state})
+    add(field, C);
 }
 
 // dqk and dkk in panels, and the gradients of the gates.
-inline void finish_pairs(const Problem& p, const Task& task, const Chunk& ch, const Part* parts, int64_t step,
-                         int64_t blocks, const Finish& f) {
+inline void finish_pairs(const Problem& p, const Task& task, const Chunk& ch, const Part& part,
+                         const Finish& f) {
   const Args& a = p.a;
   const bool keys = p.delta || p.residual;
   float db[C], dbp[C], dgamma[C];
@@ -56,11 +68,11 @@ inline void finish_pairs(const Problem& p, const Task& task, const Chunk& ch, co
       const VI lower = lane + (int32_t)j <= (int32_t)i, strict = lane + (int32_t)j < (int32_t)i;
       const V D = load(ch.D + at), Dp = i ? load(ch.D + at - C) : V{};
       V x = V{}, y = V{}, dqk, dkk = V{};
-      V pu = add_parts(parts, step, blocks, &Part::Pu, panel);
+      V pu = load(part.Pu + panel);
       dqk = select(p.residual ? strict : lower, pu * (p.sum ? Dp : D), V{});
       (p.sum ? y : x) = select(p.residual ? strict : lower, pu * load(ch.Au + at), V{});
       if (p.fitted) {
-        V pw = add_parts(parts, step, blocks, &Part::Pw, panel);
+        V pw = load(part.Pw + panel);
         V A = select(lower, pw * load(ch.A + at), V{});
         rows_go += A;
         x += go * A;
@@ -70,7 +82,7 @@ inline void finish_pairs(const Problem& p, const Task& task, const Chunk& ch, co
       rows_y += y;
       x += y;
       if (keys) {
-        V g = add_parts(parts, step, blocks, &Part::dGp, panel);
+        V g = load(part.dGp + panel);
         x += select(strict, g * load(ch.Gp + at), V{});
         dkk = select(strict, g * Dp, V{});
       }
@@ -83,30 +95,30 @@ inline void finish_pairs(const Problem& p, const Task& task, const Chunk& ch, co
       store(f.dqk + panel, V{});
       if (keys) store(f.dkk + panel, V{});
     }
-    const float qS = add_part(parts, step, blocks, &Part::qS, i), qR = add_part(parts, step, blocks, &Part::qR, i);
+    const float qS = part.qS[i], qR = part.qR[i];
     dbp[i] = sum(rows_y);
     db[i] = sum(rows_x);
-    if (p.residual) dbp[i] += add_part(parts, step, blocks, &Part::error, i);
+    if (p.residual) dbp[i] += part.error[i];
     if (p.sum) dbp[i] += ch.Ep[i] * qS;
     else db[i] += ch.E[i] * qS;
     if (p.fitted) db[i] += ch.E[i] * ch.go[i] * qR;
-    if (p.delta) db[i] += add_part(parts, step, blocks, &Part::delta, i);
+    if (p.delta) db[i] += part.delta[i];
     dgamma[i] = 0;
-    if (p.fitted) dgamma[i] = add_part(parts, step, blocks, &Part::gamma, i);
+    if (p.fitted) dgamma[i] = part.gamma[i];
     if (p.fitted && p.gated) dgamma[i] += ch.E[i] * qR + sum(rows_go);
     if (p.residual && !p.fitted) {
-      const float r = add_part(parts, step, blocks, &Part::r, i);
+      const float r = part.r[i];
       if (p.gated) dgamma[i] = ch.A[i * (C + 1)] * r;
       f.dqk[i / NR * C * NR + i * NR + i % NR] += ch.go[i] * r;
     }
     const int64_t at = task.gate(p, ch.t + i);
-    if (a.dbeta) a.dbeta[at] = add_part(parts, step, blocks, &Part::beta, i);
+    if (a.dbeta) a.dbeta[at] = part.beta[i];
     if (a.dgamma && p.residual) a.dgamma[at] = dgamma[i];
   }
   if (!a.dlog_alpha) return;
-  float end = ch.decay * add_part(parts, step, blocks, &Part::state, 0);
+  float end = ch.decay * part.state[0];
   for (int64_t i = 0; i < ch.c; ++i) {
-    float dL = ch.L[i] * add_part(parts, step, blocks, &Part::kd, i);
+    float dL = ch.L[i] * part.kd[i];
     db[i] += dbp[i] - f.columns[i] - dL;
     end += dL;
   }
@@ -131,8 +143,8 @@ inline void transpose_lower(const Chunk& ch, float* x, float* to) {
 }
 
 // dq and dk, transposed [CP][K][NR]: written for the first value head of a key head, added to for the others.
-inline void finish_keys(const Problem& p, const Chunk& ch, const Part* parts, int64_t step, int64_t blocks,
-                        const Finish& f, float* dqT, float* dkT, bool first) {
+inline void finish_keys(const Problem& p, const Chunk& ch, const Part& part, const Finish& f, float* dqT,
+                        float* dkT, bool first) {
   const bool keys = p.delta || p.residual;
   transpose_lower(ch, f.dqk, f.dqkT);
   if (keys) transpose_lower(ch, f.dkk, f.dkk);
@@ -143,13 +155,13 @@ inline void finish_keys(const Problem& p, const Chunk& ch, const Part* parts, in
       constexpr int M = decltype(m)::value;
       const int64_t at = s * p.K * NR + d * NR;
       Tile<M> x;
-      EACH(M, x.v[i][j] = add_parts(parts, step, blocks, &Part::dqT, at + i * NR + j * W));
+      EACH(M, x.v[i][j] = load(part.dqT + at + i * NR + j * W));
       // dqk is lower triangular: its first W rows in the panel's columns have only the first vector, the transpose's last only the second
       mul_columns(x, ch.k + d, p.ldk, f.dqkT + panel, middle);
       mul<1, 2>(x, ch.k + middle * p.ldk + d, 1, p.ldk, f.dqkT + panel + middle * NR, end - middle);
       if (!first) EACH(M, x.v[i][j] += load(dqT + at + i * NR + j * W));
       put(dqT + at, x);
-      EACH(M, x.v[i][j] = add_parts(parts, step, blocks, &Part::dkT, at + i * NR + j * W));
+      EACH(M, x.v[i][j] = load(part.dkT + at + i * NR + j * W));
       mul<0, 1>(x, ch.q + start * p.ldk + d, 1, p.ldk, f.dqk + panel + start * NR, middle - start);
       mul_columns(x, ch.q + middle * p.ldk + d, p.ldk, f.dqk + panel + middle * NR, ch.c - middle);
       if (keys) mul_columns(x, ch.k + d, p.ldk, f.dkk + panel, ch.c);
@@ -185,26 +197,44 @@ inline void finish_rows(const Problem& p, const Task& task, const Chunk& ch, con
   }
 }
 
-// The memory of a sequence of one key head, or of several that are taken together.
+// The memory of a sequence of one key head, or of several that are taken together: what threads share.
 struct Lane {
-  Chunk chunks[MOST_CHUNKS];
-  Part parts[4][MOST_CHUNKS];
-  float *dqT[MOST_CHUNKS], *dkT[MOST_CHUNKS];
-  float* adjoint;  // [heads][S and R][state], of value heads
+  // Chunks of a segment; where threads share the lane, of several segments, and while those are swept the last ones are finished.
+  static constexpr int SLOTS = 8;
+  Part parts[2][4][SLOTS];
+  float *dqT[SLOTS], *dkT[SLOTS];  // sums over the value heads of a key head, if there are several
+  float* adjoint;                  // [heads][S and R][state], of value heads
 
   void carve(Arena& m, const Problem& p, int64_t blocks, int64_t heads, bool split) {
-    // of chunks that are finished one by one, parts and gradients share their memory
-    const bool parts_last = split || blocks > 1, keys_last = split || p.a.HV > p.a.H;
-    for (int i = 0; i < p.segments.most_chunks(); ++i) {
-      chunks[i].carve(m, p, true);
-      for (int64_t b = 0; b < blocks; ++b) {
-        if (i == 0 || parts_last) parts[b][i].carve(m, p);
-        else parts[b][i] = parts[b][0];
-      }
-      dqT[i] = i == 0 || keys_last ? m.floats(C * p.K) : dqT[0];
-      dkT[i] = i == 0 || keys_last ? m.floats(C * p.K) : dkT[0];
-    }
+    const int slots = split ? SLOTS : (int)p.segments.most_chunks();
+    for (int half = 0; half < (split ? 2 : 1); ++half)
+      for (int64_t b = 0; b < blocks; ++b)
+        for (int i = 0; i < slots; ++i) {
+          if (i == 0 || blocks > 1) parts[half][b][i].carve(m, p);
+          else parts[half][b][i] = parts[half][b][0];  // chunks are finished one by one
+        }
+    for (int i = 0; i < slots && p.a.HV > p.a.H; ++i) dqT[i] = m.floats(C * p.K), dkT[i] = m.floats(C * p.K);
     adjoint = m.floats(heads * 2 * p.state);
+  }
+};
+static_assert(MOST_CHUNKS <= Lane::SLOTS, "a segment fits");
+
+// The memory of a thread.
+struct Worker {
+  Chunk chunks[Lane::SLOTS];
+  Sweep w;
+  Finish f;
+  Fetch fetch;
+
+  Worker(const Problem& p, int slots, int64_t strips) {
+    Arena m;
+    for (int pass = 0; pass < 2; ++pass) {
+      if (pass) m = Arena{scratch_own.get(m.used), 0};
+      for (int i = 0; i < slots; ++i) chunks[i].carve(m, p, true);
+      w.carve(m, p, strips);
+      f.carve(m, p);
+    }
+    w.fetch = &fetch;
   }
 };
 
@@ -219,6 +249,7 @@ struct Steps {
     return segment >= t.segments ? 0 : (int)((t.end(p, segment) - p.segments.begin(segment) + C - 1) / C);
   }
   int64_t first_panel(int64_t b) const { return p.strips * b / blocks; }
+  int64_t most_panels() const { return (p.strips + blocks - 1) / blocks; }
 
   // at: the place of the value head in the lane
   void states_in(Lane& l, const Task& t, int64_t at, int64_t s) const {
@@ -231,40 +262,32 @@ struct Steps {
     if (p.a.dS0) unpack_state(p, d, state_of(p, p.a.dS0, t), s);
     if (p.a.dR0 && p.fitted) unpack_state(p, d + p.state, state_of(p, p.a.dR0, t), s);
   }
-  void prepare(Lane& l, const Task& t, int64_t segment, int i) const {
-    RLA_ISA::prepare(p, t, l.chunks[i], p.segments.begin(segment) + i * C, true, true);
-  }
+  // chunks, parts: of the segment
   template <class F, class G>
-  void sweep(Lane& l, const Task& t, int64_t segment, int64_t at, int64_t b, const Sweep& w, const Task& next, int64_t after,
-             F&& begin, G&& done) const {
+  void sweep(Lane& l, const Chunk* chunks, const Part* parts, const Task& t, int64_t segment, int64_t at, int64_t b, const Sweep& w,
+             const Task& next, int64_t after, F&& begin, G&& done) const {
     float* d = l.adjoint + at * 2 * p.state;
     int64_t first = first_panel(b);
-    sweep_segment(p, t, l.chunks, count(t, segment), l.parts[b], w, d, d + p.state, segment, first,
-                  first_panel(b + 1) - first, next, after, begin, done);
+    sweep_segment(p, t, chunks, count(t, segment), parts, w, d, d + p.state, segment, first, first_panel(b + 1) - first, next, after,
+                  begin, done);
   }
-  void finish(Lane& l, const Task& t, int64_t g, int i, const Finish& f) const {
-    const Chunk& ch = l.chunks[i];
-    const Part* parts = &l.parts[0][i];
-    finish_pairs(p, t, ch, parts, MOST_CHUNKS, blocks, f);
-    finish_keys(p, ch, parts, MOST_CHUNKS, blocks, f, l.dqT[i], l.dkT[i], g == 0);
+  // added(j): whether the sum of the parts of blocks 2 j and 2 j + 1 is in the first of them
+  template <class F>
+  void finish(Lane& l, const Chunk& ch, int half, int slot, const Task& t, int64_t g, const Finish& f, F&& added) const {
+    auto part = [&](int64_t b) { return b < blocks && !(b % 2 && added(b / 2)) ? &l.parts[half][b][slot] : nullptr; };
+    if (part(1) || part(2)) add_parts(p, f.sum, part(0), part(1), part(2), part(3));
+    const Part& sum = part(1) || part(2) ? f.sum : *part(0);
+    float *dqT = G > 1 ? l.dqT[slot] : f.dqT, *dkT = G > 1 ? l.dkT[slot] : f.dkT;
+    finish_pairs(p, t, ch, sum, f);
+    finish_keys(p, ch, sum, f, dqT, dkT, g == 0);
     if (g + 1 < G) return;
-    finish_rows(p, t, ch, f, l.dqT[i], ch.q, ch.iq, p.a.dq);
-    finish_rows(p, t, ch, f, l.dkT[i], ch.k, ch.ik, p.a.dk);
+    finish_rows(p, t, ch, f, dqT, ch.q, ch.iq, p.a.dq);
+    finish_rows(p, t, ch, f, dkT, ch.k, ch.ik, p.a.dk);
   }
 };
 
-inline void worker_scratch(const Problem& p, Sweep& w, Finish& f, Fetch& fetch, int64_t strips) {
-  Arena m;
-  for (int pass = 0; pass < 2; ++pass) {
-    if (pass) m = Arena{scratch_own.get(m.used), 0};
-    w.carve(m, p, strips);
-    f.carve(m, p);
-  }
-  w.fetch = &fetch;
-}
-
 // `heads` key heads from `lane` on, a segment of each value head in turn.
-inline void backward_task(const Steps& steps, Lane& l, int64_t lane, int64_t heads, const Sweep& w, const Finish& f) {
+inline void backward_task(const Steps& steps, Lane& l, int64_t lane, int64_t heads, Worker& own) {
   const Problem& p = steps.p;
   const int64_t count = heads * steps.G;
   auto task = [&](int64_t at) { return steps.task(lane + at / steps.G, at % steps.G); };
@@ -274,62 +297,91 @@ inline void backward_task(const Steps& steps, Lane& l, int64_t lane, int64_t hea
     for (int64_t at = 0; at < count; ++at) {
       const Task t = task(at), next = task((at + 1) % count);
       const int64_t after = at + 1 < count ? segment : segment - 1;
+      auto begin = [&](int i) { prepare(p, t, own.chunks[i], p.segments.begin(segment) + i * C, true, true); };
+      auto done = [&](int i) { steps.finish(l, own.chunks[i], 0, i, t, at % steps.G, own.f, [](int64_t) { return false; }); };
       for (int64_t b = 0; b < steps.blocks; ++b)
-        steps.sweep(l, t, segment, at, b, w, next, after, [&](int i) { if (b == 0) steps.prepare(l, t, segment, i); },
-                    [&](int i) { if (b + 1 == steps.blocks) steps.finish(l, t, at % steps.G, i, f); });
+        steps.sweep(l, own.chunks, l.parts[0][b], t, segment, at, b, own.w, next, after, [&](int i) { if (b == 0) begin(i); },
+                    [&](int i) { if (b + 1 == steps.blocks) done(i); });
     }
   }
   for (int64_t at = 0; at < count; ++at)
     for (int64_t s = 0; s < p.strips; ++s) steps.states_out(l, task(at), at, s);
 }
 
-// Few lanes: chunks in parallel, then blocks of columns, then chunks again.
+// Few lanes: a thread has some of all lanes' blocks of columns, which it sweeps through several segments of a value head in a turn;
+// then the turn's chunks are finished by whoever comes. What a thread leaves for another goes from core to core, which costs more
+// than to prepare a chunk in each thread, and to add up a thread's own parts first.
 inline void backward_split(const Steps& steps, Lane* lanes, int64_t count, int threads) {
   const Problem& p = steps.p;
-  int64_t longest = 0;
+  const int64_t G = steps.G, blocks = steps.blocks, panels = count * G * p.strips;
+  int64_t longest = 0, together = 1;  // segments of the longest sequence, and of a turn
   for (int64_t n = 0; n < count; ++n) longest = most(longest, steps.task(n, 0).segments);
+  while (p.segments.most_tokens(together + 1) <= Lane::SLOTS * C) ++together;
+  const int64_t turns = (longest + together - 1) / together * G;
 #pragma omp parallel num_threads(threads)
   {
     FlushDenormals flush;
-    Sweep w;
-    Finish f;
-    Fetch fetch;
-    worker_scratch(p, w, f, fetch, (p.strips + steps.blocks - 1) / steps.blocks);
-    const int64_t panels = count * steps.G * p.strips, blocks = count * steps.blocks;
-    const int64_t most_chunks = p.segments.most_chunks(), chunks = count * most_chunks;
+    Worker own(p, Lane::SLOTS, steps.most_panels());
+    const int64_t n_threads = omp_get_num_threads(), units = count * blocks;
+    auto begin_of = [&](int64_t thread) { return units * thread / n_threads; };
+    auto owner = [&](int64_t unit) {
+      int64_t thread = 0;
+      while (begin_of(thread + 1) <= unit) ++thread;
+      return thread;
+    };
+    const int64_t thread = omp_get_thread_num(), first_unit = begin_of(thread), last_unit = begin_of(thread + 1);
+    int64_t holds[Lane::SLOTS];  // whose chunks of this turn the thread has
+    auto each_panel = [&](auto&& f) {
 #pragma omp for
-    for (int64_t i = 0; i < panels; ++i) {
-      const int64_t n = i / p.strips / steps.G, g = i / p.strips % steps.G;
-      steps.states_in(lanes[n], steps.task(n, g), g, i % p.strips);
-    }
-    for (int64_t segment = longest - 1; segment >= 0; --segment) {
-      for (int64_t g = 0; g < steps.G; ++g) {
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < chunks; ++i) {
-          const int64_t n = i / most_chunks, at = i % most_chunks;
-          const Task t = steps.task(n, g);
-          if (at < steps.count(t, segment)) steps.prepare(lanes[n], t, segment, (int)at);
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < blocks; ++i) {
-          const int64_t n = i / steps.blocks;
-          const Task t = steps.task(n, g);
-          if (steps.count(t, segment))
-            steps.sweep(lanes[n], t, segment, g, i % steps.blocks, w, t, segment - 1, [](int) {}, [](int) {});
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < chunks; ++i) {
-          const int64_t n = i / most_chunks, at = i % most_chunks;
-          const Task t = steps.task(n, g);
-          if (at < steps.count(t, segment)) steps.finish(lanes[n], t, g, (int)at, f);
+      for (int64_t i = 0; i < panels; ++i) {
+        const int64_t n = i / p.strips / G, g = i / p.strips % G;
+        f(lanes[n], steps.task(n, g), g, i % p.strips);
+      }
+    };
+    each_panel([&](Lane& l, const Task& t, int64_t g, int64_t s) { steps.states_in(l, t, g, s); });
+    for (int64_t turn = 0; turn < turns; ++turn) {
+      const int half = (int)(turn % 2);
+      const int64_t g = turn % G, first = (turns - 1 - turn) / G * together, start = p.segments.begin(first);
+      const auto added = [&](int64_t n, int64_t j) {
+        return 2 * j + 1 < blocks && owner(n * blocks + 2 * j) == owner(n * blocks + 2 * j + 1);
+      };
+      for (int64_t& n : holds) n = -1;
+      const auto chunk = [&](int64_t n, const Task& t, int64_t slot) -> const Chunk& {
+        Chunk& ch = own.chunks[slot];
+        if (holds[slot] != n) prepare(p, t, ch, start + slot * C, true, true);
+        holds[slot] = n;
+        return ch;
+      };
+      for (int64_t unit = first_unit, end; unit < last_unit; unit = end) {
+        const int64_t n = unit / blocks;
+        end = least(last_unit, (n + 1) * blocks);
+        const Task t = steps.task(n, g);
+        for (int64_t segment = least(first + together, t.segments) - 1; segment >= first; --segment) {
+          const int64_t slot = (p.segments.begin(segment) - start) / C;
+          for (int64_t u = unit; u < end; ++u) {
+            Part* parts = lanes[n].parts[half][u % blocks] + slot;
+            auto begin = [&](int i) { chunk(n, t, slot + i); };
+            steps.sweep(lanes[n], own.chunks + slot, parts, t, segment, g, u % blocks, own.w, t, segment - 1, begin, [](int) {});
+          }
+          for (int64_t j = 0; 2 * j < blocks; ++j)
+            if (n * blocks + 2 * j >= unit && n * blocks + 2 * j < end && added(n, j))
+              for (int64_t i = slot; i < slot + steps.count(t, segment); ++i) {
+                const Part& sum = lanes[n].parts[half][2 * j][i];
+                add_parts(p, sum, &sum, &lanes[n].parts[half][2 * j + 1][i]);
+              }
         }
       }
+#pragma omp barrier
+#pragma omp for schedule(dynamic, 1) nowait
+      for (int64_t i = 0; i < count * Lane::SLOTS; ++i) {
+        const int64_t n = i / Lane::SLOTS, slot = i % Lane::SLOTS;
+        const Task t = steps.task(n, g);
+        if (first < t.segments && start + slot * C < t.end(p, least(first + together, t.segments) - 1))
+          steps.finish(lanes[n], chunk(n, t, slot), half, (int)slot, t, g, own.f, [&](int64_t j) { return added(n, j); });
+      }
     }
-#pragma omp for
-    for (int64_t i = 0; i < panels; ++i) {
-      const int64_t n = i / p.strips / steps.G, g = i / p.strips % steps.G;
-      steps.states_out(lanes[n], steps.task(n, g), g, i % p.strips);
-    }
+#pragma omp barrier
+    each_panel([&](Lane& l, const Task& t, int64_t g, int64_t s) { steps.states_out(l, t, g, s); });
     end_streams();
   }
 }
@@ -359,14 +411,11 @@ inline void backward(const Args& a) {
     backward_split(steps, l, count, threads);
   } else {
 #pragma omp parallel for schedule(static, 1) num_threads((int)lanes) if (lanes > 1)
-    for (int64_t own = 0; own < lanes; ++own) {
+    for (int64_t i = 0; i < lanes; ++i) {
       FlushDenormals flush;
-      Sweep w;
-      Finish f;
-      Fetch fetch;
-      worker_scratch(p, w, f, fetch, (p.strips + steps.blocks - 1) / steps.blocks);
-      int64_t i;
-      while (const int64_t n = queue.take(i)) backward_task(steps, l[own], i, n, w, f);
+      Worker own(p, (int)p.segments.most_chunks(), steps.most_panels());
+      int64_t lane;
+      while (const int64_t n = queue.take(lane)) backward_task(steps, l[i], lane, n, own);
       end_streams();
     }
   }

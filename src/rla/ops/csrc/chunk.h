@@ -38,7 +38,9 @@ struct Segments {
     const int64_t m = t / every;
     return t % every || (skip && m % skip == skip - 1) ? -1 : m - (skip ? m / skip : 0);
   }
-  int64_t most_chunks() const { return (skip ? 2 * every : every) / C; }
+  // Tokens of so many segments in a row, at most.
+  int64_t most_tokens(int64_t n) const { return every * (n + (skip ? (n + skip - 2) / (skip - 1) : 0)); }
+  int64_t most_chunks() const { return most_tokens(1) / C; }
 };
 constexpr int CP = C / NR;    // panels of a chunk's tokens
 static_assert(C % NR == 0, "a chunk is made of whole panels");

@@ -100,6 +100,7 @@ struct NoFetch {
   INLINE void next() {}
 };
 constexpr int64_t FETCH = 8;  // steps of a product between two calls of next
+constexpr int UNROLL = W == 16 ? 2 : FETCH;  // steps in a turn of the loop of a product
 // Calls of next in a product of so many rows and steps.
 inline int64_t calls_of(int64_t rows, int64_t depth) { return (rows + MR - 1) / MR * ((depth + FETCH - 1) / FETCH); }
 
@@ -125,7 +126,7 @@ INLINE void mul(Tile<M>& c, const float* a, int64_t si, int64_t sn, const float*
   int64_t m = 0;
   for (; m + FETCH <= depth; m += FETCH) {
     fetch.next();
-#pragma GCC unroll 2
+#pragma GCC unroll UNROLL
     for (int n = 0; n < FETCH; ++n) step();
   }
   if (m < depth) fetch.next();
@@ -161,7 +162,7 @@ INLINE void mul_panels(Tile<M>& c, const float* a, int64_t a_step, const float* 
   for (int64_t s = 0; s < count; ++s) {
     for (int64_t m = 0; m < NR; m += FETCH) {
       fetch.next();
-#pragma GCC unroll 2
+#pragma GCC unroll UNROLL
       for (int64_t n = m; n < m + FETCH; ++n) {
         mul_step<J0, J1>(t, a + n, NR, b);
         b += NR;
