@@ -252,9 +252,10 @@ inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int i, int
   f.spread(products * p.strips * calls_of(C, p.K));
 }
 
-// x[i] = row i of q or k, normalised; inverse[i] = 1 / max(norm, eps), with a minus sign where eps was larger. known: it is there.
+// x[i] = row i of q or k, normalised; inverse[i] = 1 / max(norm, eps), with a minus sign where eps was larger. KNOWN: it is there.
+template <bool KNOWN>
 inline void load_keys(const Problem& p, const Task& task, const Chunk& ch, const void* source, const int64_t* stride,
-                      float* x, float* inverse, bool known) {
+                      float* x, float* inverse) {
   const bool whole = p.dtype == F32 && p.K % W == 0;  // rows that can be read where they are
   constexpr int N = 4;  // rows at a time: one would wait for its own sums, and of many the first are out of the cache again
   for (int64_t i0 = 0; i0 < ch.c; i0 += N) {
@@ -268,17 +269,20 @@ inline void load_keys(const Problem& p, const Task& task, const Chunk& ch, const
       load_row(p.dtype, source, at, row[i], p.K);
       for (int64_t d = p.K; d < p.ldk; ++d) row[i][d] = 0;
     }
-    if (!known) {
+    if constexpr (!KNOWN) {
       V s[N] = {};
       for (int64_t d = 0; d < p.K; d += W)
         unroll<N>([&](auto i) __attribute__((always_inline)) { s[i.value] += load(from[i.value] + d) * load(from[i.value] + d); });
       sum4(s[0], s[1], s[2], s[3], squares);
-      for (int64_t i = 0; i < N; ++i) {
-        const float norm = sqrtf(squares[i]);
-        inverse[i0 + i] = norm < NORM_EPS ? -1 / NORM_EPS : 1 / norm;
-      }
     }
-    for (int64_t i = 0; i < N; ++i) scale[i] = p.a.qk_norm ? fabsf(inverse[i0 + i]) : 1;
+    for (int64_t i = 0; i < N; ++i) {
+      float inv = inverse[i0 + i];
+      if constexpr (!KNOWN) {
+        const float norm = sqrtf(squares[i]);
+        inverse[i0 + i] = inv = norm < NORM_EPS ? -1 / NORM_EPS : 1 / norm;
+      }
+      scale[i] = p.a.qk_norm ? fabsf(inv) : 1;
+    }
     for (int64_t i = 0; i < least<int64_t>(N, ch.c - i0); ++i) {
       for (int64_t d = 0; d < p.K; d += W) store(row[i] + d, load(from[i] + d) * splat(scale[i]));
       // exact, so that its gradient is exactly zero
@@ -419,16 +423,16 @@ inline void make_pairs(const Problem& p, const Task& task, const Chunk& ch, bool
   });
 }
 
-// What each thread that reads a chunk has for itself. known: the chunk is prepared, and with it what threads have in common.
-inline void load_rows(const Problem& p, const Task& task, const Chunk& ch, bool known) {
+// What each thread that reads a chunk has for itself. KNOWN: the chunk is prepared, and with it what threads have in common.
+template <bool KNOWN> inline void load_rows(const Problem& p, const Task& task, const Chunk& ch) {
   if constexpr (HALVES) {
     float inverse[C];
-    load_operand(p, task, ch, p.a.q, p.a.q_stride, ch.q16, known ? inverse : ch.iq);
-    load_operand(p, task, ch, p.a.k, p.a.k_stride, ch.k16, known ? inverse : ch.ik);
+    load_operand(p, task, ch, p.a.q, p.a.q_stride, ch.q16, KNOWN ? inverse : ch.iq);
+    load_operand(p, task, ch, p.a.k, p.a.k_stride, ch.k16, KNOWN ? inverse : ch.ik);
     transpose_left(ch.k16, ch.k16L, p.blocks, GROUP * LEFT);
   } else {
-    load_keys(p, task, ch, p.a.q, p.a.q_stride, ch.q, ch.iq, known);
-    load_keys(p, task, ch, p.a.k, p.a.k_stride, ch.k, ch.ik, known);
+    load_keys<KNOWN>(p, task, ch, p.a.q, p.a.q_stride, ch.q, ch.iq);
+    load_keys<KNOWN>(p, task, ch, p.a.k, p.a.k_stride, ch.k, ch.ik);
   }
 }
 inline void gate_pairs(const Problem& p, const Chunk& ch) {
@@ -449,7 +453,7 @@ inline void prepare(const Problem& p, const Task& task, Chunk& ch, int64_t t, bo
   set_tokens(task, ch, t);
   load_gates(p, task, ch);
   set_decay(ch);
-  load_rows(p, task, ch, false);
+  load_rows<false>(p, task, ch);
   if constexpr (HALVES) {
     multiply_operands(p, ch);
     if (ch.before) load_products(p, ch);
@@ -479,7 +483,7 @@ inline void join_group(const Problem& p, const Task& task, Chunk* group, int64_t
     Chunk& ch = group[i];
     set_tokens(task, ch, t + i * C);
     set_decay(ch);
-    load_rows(p, task, ch, true);
+    load_rows<true>(p, task, ch);
     gate_pairs(p, ch);
     ch.turned = false;
   }
