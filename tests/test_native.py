@@ -19,6 +19,7 @@ from rla.ops import native
 built = pytest.mark.skipif(native.missing() is not None, reason=f"native: {native.missing()}")
 CASES = {
     "one head": Case(B=1, T=700, H=1, K=64, V=96),
+    "one of two": Case(B=1, T=900, H=1, G=2, K=128, V=128, state=True),  # of rla and rdn some states are not saved
     "three heads": Case(B=1, T=300, H=3, K=33, V=50, state=True),
     "grouped": Case(B=2, T=130, H=2, G=3, K=20, V=40),
     "packed": Case(lengths=(300, 0, 1, 129, 64), H=1, K=48, V=64, state=True),
