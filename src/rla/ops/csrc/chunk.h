@@ -212,44 +212,10 @@ inline void fetch_keys(Fetch& f, const Problem& p, const Task& task, int64_t t, 
   fetch_rows(f, p, task, p.a.q, p.a.q_stride, task.kh, p.K, t, tokens);
   fetch_rows(f, p, task, p.a.k, p.a.k_stride, task.kh, p.K, t, tokens);
 }
-// In `count` panels from `first` on.
-inline void fetch_values(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count, int64_t tokens) {
-  const char* v = (const char*)p.a.v + first * NR * p.bytes();
-  fetch_rows(f, p, task, v, p.a.v_stride, task.h, p.columns(first, count), t, tokens);
-}
-// What forward has kept of them.
-inline void fetch_kept(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t tokens) {
-  if (!p.pairs) return;
-  f.add(task.pairs(p, 0, t), tokens * C * 4, p.pairs, p.tokens() * C * 4);
-  const int64_t stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
-  for (const float* x : {p.a.pS, p.a.pR})
-    if (x) fetch_rows(f, p, task, x, stride, task.h, p.V, t, tokens);
-}
-// Backward fetches a segment ahead, while it sweeps chunk i of `count`: what chunk i of the next segment, segment s of `next`, reads,
-// and of the states that are saved for that segment a part. While it computes states it fetches nothing: so many
-// lines in so little time would wait for each other, and the products for them. Besides, rows of dq and dk that it is about to
-// write, unless past the caches, and what the chunk before at t - C reads and writes first.
-inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, int i, int count, int64_t t, const Task& next, int64_t s) {
-  const int64_t stride[3] = {p.a.T * p.a.H * p.K, p.a.H * p.K, p.K};
-  const int64_t v_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
-  f.clear();
-  if (!p.past) fetch_rows(f, p, task, p.a.dq, stride, task.kh, p.K, t, C);
-  if (!p.past) fetch_rows(f, p, task, p.a.dk, stride, task.kh, p.K, t, C);
-  if (t) fetch_rows(f, p, task, p.a.dout, p.a.dout_stride, task.h, p.V, t - C, C);
-  if (t && !p.past) fetch_rows(f, p, task, p.a.dv, v_stride, task.h, p.V, t - C, C);
-  if (s >= 0) {
-    const int64_t from = p.segments.begin(s) + i * C, last = next.end(p, s), end = i + 1 == count ? last : least(last, from + C);
-    if (from < end) {
-      fetch_keys(f, p, next, from, end - from);
-      fetch_values(f, p, next, from, 0, p.strips, end - from);
-      fetch_kept(f, p, next, from, end - from);
-    }
-    const int64_t size = p.states() * p.state / NR / count * NR;
-    if (s) f.add(next.saved(p, s) + i * size, size * 4);
-  }
-  // with each state k dS, S do^T, dS u^T; S dkS^T
-  const int64_t products = 3 * p.states() + (p.delta || p.residual) + (p.delta && p.fitted);
-  f.spread(products * p.strips * calls_of(C, p.K));
+// Rows of a tensor of value columns, in `count` panels from `first` on.
+inline void fetch_columns(Fetch& f, const Problem& p, const Task& task, const void* x, const int64_t* stride, int64_t t, int64_t first,
+                          int64_t count, int64_t tokens) {
+  fetch_rows(f, p, task, (const char*)x + first * NR * p.bytes(), stride, task.h, p.columns(first, count), t, tokens);
 }
 
 // x[i] = row i of q or k, normalised; inverse[i] = 1 / max(norm, eps), with a minus sign where eps was larger. KNOWN: it is there.

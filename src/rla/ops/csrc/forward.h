@@ -287,8 +287,8 @@ inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t 
   constexpr int64_t tokens = GROUP * C;
   fetch_keys(f, p, task, ring ? t + Ring::AHEAD * Ring::BATCH * tokens : t, tokens);  // with a ring, what is prepared next
   if (ring) ring->fetch(f, t / tokens);
-  fetch_values(f, p, task, t, first, count, tokens);
-  if (!p.past) fetch_rows(f, p, task, (char*)p.a.o + first * NR * p.bytes(), o_stride, task.h, p.columns(first, count), t, tokens);
+  fetch_columns(f, p, task, p.a.v, p.a.v_stride, t, first, count, tokens);
+  if (!p.past) fetch_columns(f, p, task, p.a.o, o_stride, t, first, count, tokens);
   // next is called in renew and in strip_tile with bfloat16 operands, else in products with a state and in absorb
   const int64_t products = 1 + (p.delta || p.residual) + p.fitted + (p.delta && p.fitted) + p.states();
   f.spread(count * (HALVES ? p.states() * p.blocks * DEPTH / 2 + tokens / MR : products * calls_of(C, p.K)));

@@ -295,6 +295,41 @@ inline float absorb_adjoint(const Problem& p, const Chunk& ch, const float* S, f
   return sum(dot[0] + dot[1]);
 }
 
+// What backward asks for while it sweeps chunk i of `count`, in the columns of panels first .. first + strips - 1: the rows of dq and
+// dk that it is about to write, unless past the caches; a segment ahead, what chunk i of the next segment, segment s of `next`, reads,
+// and a part of the states saved for it; and what the chunk that is swept next reads and writes. While it computes states it
+// asks for nothing: so many lines in so little time would wait for each other, and the products for them.
+inline void fetch_sweep(Fetch& f, const Problem& p, const Task& task, const Chunk& ch, int i, int count, int64_t first, int64_t strips,
+                        const Task& next, int64_t s) {
+  const int64_t stride[3] = {p.a.T * p.a.H * p.K, p.a.H * p.K, p.K};
+  const int64_t v_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
+  f.clear();
+  if (!p.past) fetch_rows(f, p, task, p.a.dq, stride, task.kh, p.K, ch.t, C);
+  if (!p.past) fetch_rows(f, p, task, p.a.dk, stride, task.kh, p.K, ch.t, C);
+  auto fetch_gradients = [&](const Task& of, int64_t t) {
+    fetch_columns(f, p, of, p.a.dout, p.a.dout_stride, t, first, strips, C);
+    if (!p.past) fetch_columns(f, p, of, p.a.dv, v_stride, t, first, strips, C);
+  };
+  if (i) fetch_gradients(task, ch.t - C);
+  if (s >= 0) {
+    const int64_t begin = p.segments.begin(s), from = begin + i * C, last = next.end(p, s);
+    const int64_t end = i + 1 == count ? last : least(last, from + C), part = strips * p.K / count * NR;
+    for (int64_t state = 0; s && state < p.states(); ++state)
+      f.add(next.saved(p, s) + state * p.state + first * p.K * NR + i * part, part * 4);
+    if (!i) fetch_gradients(next, begin + (last - 1 - begin) / C * C);
+    if (from < end) {
+      if (p.pairs) f.add(next.pairs(p, 0, from), (end - from) * C * 4, p.pairs, p.tokens() * C * 4);
+      for (const float* x : {p.a.pS, p.a.pR})
+        if (x) fetch_columns(f, p, next, x, v_stride, from, first, strips, end - from);
+      fetch_columns(f, p, next, p.a.v, p.a.v_stride, from, first, strips, end - from);
+      fetch_keys(f, p, next, from, end - from);
+    }
+  }
+  // with each state k dS, S do^T, dS u^T; S dkS^T
+  const int64_t products = 3 * p.states() + (p.delta || p.residual) + (p.delta && p.fitted);
+  f.spread(products * strips * calls_of(C, p.K));
+}
+
 // A segment of chunks in the columns of panels first .. first + strips - 1. dS, dR: the task's adjoints, all panels.
 // begin(i) is called before chunks[i] is used, done(i) when parts[i] is complete, from the last chunk to the first. next, after:
 // the segment that follows is segment `after` of `next`.
@@ -333,7 +368,7 @@ inline void sweep_segment(const Problem& p, const Task& task, const Chunk* chunk
     const Chunk& ch = chunks[i];
     const Part& part = parts[i];
     memset(w.sums, 0, SUMS * C * W * 4);
-    fetch_sweep(*w.fetch, p, task, i, count, ch.t, next, after);
+    fetch_sweep(*w.fetch, p, task, ch, i, count, first, strips, next, after);
     for (int64_t s = 0; s < strips; ++s)
       sweep_strip(p, task, ch, w, w.strip(p, i, s), dS + s * size, dR + s * size, s, strips, first + s);
     float* const sums[SUMS] = {part.beta, part.gamma, part.delta, part.error, part.r, part.kd};
