@@ -72,7 +72,7 @@ struct Fetch {
   Piece pieces[MOST], now = {};
   const char *at = nullptr, *end = nullptr;  // of a row
   int64_t count = 0, index = 0, lines = 0, share = 0;  // share: lines to ask for at a time
-  bool nearest = false;  // into the first-level cache: of those asked for into the second, AMD's Zen 5 drops half
+  bool nearest = false;  // into the first-level cache: on AMD's Zen 5 half of what is asked for into the second isn't there later
 
   void clear() { now.rows = count = index = lines = share = 0, at = end = nullptr; }
   void add(const void* p, int64_t bytes, int64_t rows = 1, int64_t step = 0) {
@@ -81,7 +81,7 @@ struct Fetch {
   // Spread the lines over so many calls of next.
   void spread(int64_t calls) {
     share = (lines + calls - 1) / calls;
-#if defined(__x86_64__)
+#if defined(__AVX512F__)
     nearest = __builtin_cpu_is("amd");
 #endif
   }
