@@ -86,6 +86,7 @@ int __cxa_thread_atexit(void *f, void *x, void *library) { return 0; }
 int madvise(void *p, size_t n, int advice) { return 0; }
 int sched_yield(void) { return 0; }
 int omp_get_num_threads(void) { return 1; }
+int omp_get_thread_num(void) { return 0; }
 char *getenv(const char *name) { return 0; }
 void *__dso_handle;
 void halt(void) { __asm__ volatile("hlt"); }
