@@ -68,23 +68,23 @@ struct Fetch {
     const char* begin;
     int64_t bytes, step, rows;
   };
-  static constexpr int MOST = 12;
+  static constexpr int MOST = 12;  // pieces that fetch_sweep adds
   Piece pieces[MOST], now = {};
   const char *at = nullptr, *end = nullptr;  // of a row
   int64_t count = 0, index = 0, lines = 0, share = 0;  // share: lines to ask for at a time
-  bool nearest = false;  // into the first-level cache: on AMD's Zen 5 half of what is asked for into the second isn't there later
+  // Into the first-level cache: on AMD's Zen 5 what is asked for into the second is often not there when it is read.
+#if defined(__AVX512F__)
+  const bool nearest = __builtin_cpu_is("amd");
+#else
+  static constexpr bool nearest = false;
+#endif
 
   void clear() { now.rows = count = index = lines = share = 0, at = end = nullptr; }
   void add(const void* p, int64_t bytes, int64_t rows = 1, int64_t step = 0) {
     if (rows > 0) pieces[count++] = {(const char*)p, bytes, step, rows}, lines += (bytes + 63) / 64 * rows;
   }
   // Spread the lines over so many calls of next.
-  void spread(int64_t calls) {
-    share = (lines + calls - 1) / calls;
-#if defined(__AVX512F__)
-    nearest = __builtin_cpu_is("amd");
-#endif
-  }
+  void spread(int64_t calls) { share = (lines + calls - 1) / calls; }
   // The next row, if there is one.
   INLINE bool row() {
     if (!now.rows) {
