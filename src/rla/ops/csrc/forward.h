@@ -285,7 +285,7 @@ inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t 
   if (t >= task.length) return;
   const int64_t o_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
   constexpr int64_t tokens = GROUP * C;
-  fetch_keys(f, p, task, ring ? t + Ring::AHEAD * Ring::BATCH * tokens : t, tokens);  // with a ring, what is prepared next
+  fetch_keys(f, p, task, ring ? t + Ring::AHEAD * tokens : t, tokens);  // with a ring, what is prepared next
   if (ring) ring->fetch(f, t / tokens);
   fetch_columns(f, p, task, p.a.v, p.a.v_stride, t, first, count, tokens);
   if (!p.past) fetch_columns(f, p, task, p.a.o, o_stride, t, first, count, tokens);
@@ -299,13 +299,15 @@ inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t 
 inline void forward_task(const Problem& p, int64_t n, int64_t h, int64_t heads, int64_t first, int64_t count, Ring* ring,
                          int64_t part) {
   Arena m;
-  Chunk own[GROUP];
+  Ring::Group own[Ring::SLOTS];
   Strip st;
   Fetch fetch;
   float *S, *R;
   for (int pass = 0; pass < 2; ++pass) {
     if (pass) m = Arena{scratch_own.get(m.used), 0};
-    for (int i = 0; i < GROUP; ++i) own[i].carve(m, p, false, i ? own + i - 1 : nullptr);
+    if (ring) ring->carve_own(m, p, own);
+    else
+      for (int i = 0; i < GROUP; ++i) own[0][i].carve(m, p, false, i ? own[0] + i - 1 : nullptr);
     st = forward_scratch(m);
     S = m.floats(heads * count * p.panel);
     R = m.floats(heads * count * p.panel);
@@ -326,10 +328,10 @@ inline void forward_task(const Problem& p, int64_t n, int64_t h, int64_t heads, 
     for (int64_t g = 0; g < heads; ++g) {
       const Task task(p, n, h + g), next(p, n, h + (g + 1) % heads);
       const int64_t after = g + 1 < heads ? t : t + GROUP * C;
-      if (ring) ring->take(p, task, own, t / (GROUP * C));
-      else prepare_group(p, task, own, t, p.a.saved && first == 0);
+      const Chunk* group = ring ? ring->take(p, task, own, t / (GROUP * C)) : own[0];
+      if (!ring) prepare_group(p, task, own[0], t, p.a.saved && first == 0);
       fetch_forward(fetch, p, next, after, first, count, ring);
-      each_panel(g, [&](float* S, float* R, int64_t s) { forward_strip(p, task, own, task.group(t), st, S, R, s); });
+      each_panel(g, [&](float* S, float* R, int64_t s) { forward_strip(p, task, group, task.group(t), st, S, R, s); });
       if (ring) ring->leave(t / (GROUP * C), part);
     }
   }
@@ -366,13 +368,11 @@ inline void forward(const Args& a) {
     if (!rings) abort();
     memset((void*)rings, 0, sizeof(Ring) * tasks);
     Arena m;
-    Chunk group[GROUP];
-    for (int i = 0; i < GROUP; ++i) group[i].before = i ? group + i - 1 : nullptr;
     for (int pass = 0; pass < 2; ++pass) {
       if (pass) m = Arena{scratch_shared.get(m.used), 0};
       for (int64_t i = 0; i < tasks; ++i) {
         const int64_t chunks = Task(p, i / a.HV, i % a.HV).chunks();
-        rings[i].carve(m, p, parts, (chunks + GROUP - 1) / GROUP, group);
+        rings[i].carve(m, p, parts, (chunks + GROUP - 1) / GROUP);
       }
     }
   }
