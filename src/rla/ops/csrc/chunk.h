@@ -218,6 +218,18 @@ inline void fetch_columns(Fetch& f, const Problem& p, const Task& task, const vo
   fetch_rows(f, p, task, (const char*)x + first * NR * p.bytes(), stride, task.h, p.columns(first, count), t, tokens);
 }
 
+// Gates of `heads` heads from task.h on, which lie side by side.
+inline void fetch_gates(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t heads, int64_t tokens) {
+  constexpr int64_t LINE = 64;
+  const int64_t row = p.a.HV * 4;
+  tokens = least(tokens, task.length - t);
+  for (const float* x : {p.a.log_alpha, p.a.beta, p.a.gamma}) {
+    if (!x || tokens <= 0) continue;
+    if (row < LINE) f.add(x + task.gate(p, t), tokens * row);
+    else f.add(x + task.gate(p, t), heads * 4, tokens, row);
+  }
+}
+
 // x[i] = row i of q or k, normalised; inverse[i] = 1 / max(norm, eps), with a minus sign where eps was larger. KNOWN: it is there.
 template <bool KNOWN>
 inline void load_keys(const Problem& p, const Task& task, const Chunk& ch, const void* source, const int64_t* stride,

@@ -279,13 +279,17 @@ inline float* state_of(const Problem& p, float* x, const Task& task) {
   return x ? x + (task.n * p.a.HV + task.h) * p.K * p.V : nullptr;
 }
 
-// What forward will touch in the chunks at t, in `count` panels from `first` on.
-inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count, const Ring* ring) {
+// What forward will touch in the chunks at t, in `count` panels from `first` on. heads: if it is the first of those taken in turn, how
+// many they are, for their gates lie side by side; else 0.
+inline void fetch_forward(Fetch& f, const Problem& p, const Task& task, int64_t t, int64_t first, int64_t count, const Ring* ring,
+                          int64_t heads) {
   f.clear();
   if (t >= task.length) return;
   const int64_t o_stride[3] = {p.a.T * p.a.HV * p.V, p.a.HV * p.V, p.V};
   constexpr int64_t tokens = GROUP * C;
-  fetch_keys(f, p, task, ring ? t + Ring::AHEAD * tokens : t, tokens);  // with a ring, what is prepared next
+  const int64_t ahead = ring ? t + Ring::AHEAD * tokens : t;  // what is prepared next
+  if (heads) fetch_gates(f, p, task, ahead, heads, tokens);
+  fetch_keys(f, p, task, ahead, tokens);
   if (ring) ring->fetch(f, t / tokens);
   fetch_columns(f, p, task, p.a.v, p.a.v_stride, t, first, count, tokens);
   if (!p.past) fetch_columns(f, p, task, p.a.o, o_stride, t, first, count, tokens);
@@ -330,7 +334,7 @@ inline void forward_task(const Problem& p, int64_t n, int64_t h, int64_t heads, 
       const int64_t after = g + 1 < heads ? t : t + GROUP * C;
       const Chunk* group = ring ? ring->take(p, task, own, t / (GROUP * C)) : own[0];
       if (!ring) prepare_group(p, task, own[0], t, p.a.saved && first == 0);
-      fetch_forward(fetch, p, next, after, first, count, ring);
+      fetch_forward(fetch, p, next, after, first, count, ring, after > t ? heads : 0);
       each_panel(g, [&](float* S, float* R, int64_t s) { forward_strip(p, task, group, task.group(t), st, S, R, s); });
       if (ring) ring->leave(t / (GROUP * C), part);
     }
