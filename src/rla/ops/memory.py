@@ -10,7 +10,6 @@ that wait if it runs short; beyond an eighth of the machine's memory those that 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import mmap
 import os
@@ -39,7 +38,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if size < LARGE or not _KEEPS:
         return torch.empty(shape, dtype=dtype, device="cpu")
     block = _take(size)
-    owner = (ctypes.c_char * size).from_buffer(block)  # lives as long as the tensor's storage
+    owner = memoryview(block)  # lives as long as the tensor's storage
     weakref.finalize(owner, _give, block).atexit = False
     return torch.frombuffer(owner, dtype=dtype, count=count).resize_(shape)  # a view could not be written to in place by a user
 
