@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rla
 from common import ALL, NAMES, Case, call, make, run, served, skip_unless_serves
@@ -50,6 +51,23 @@ def test_opcheck(backend, name, case):
     torch.library.opcheck(_attend_backward, (*args, backend), test_utils=("test_schema", "test_faketensor"))
     if backend == "native":
         torch.library.opcheck(_attend_backward_, args, test_utils="test_schema")
+
+
+@pytest.mark.parametrize("grad", (True, False))
+def test_a_dispatch_mode_sees_the_op(grad):
+    """Without a gradient attend goes past autograd, not past torch."""
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    q = torch.randn(1, 5, 2, 8, requires_grad=grad)
+    with Mode():
+        out, _ = rla.attend(q, q, q)
+    assert "rla.attend.default" in seen
+    assert out.requires_grad == grad
 
 
 def test_opcheck_of_the_step():

@@ -80,12 +80,13 @@ def attend(
         o, S, R = reference.forward(*inputs, cu_seqlens, method)
         return o, State(S, R)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    words = (_encode(method), name, save, True)
+    run = torch.ops.rla.attend.default
+    arguments = (*inputs, cu_seqlens, _encode(method), name, save, True)
     if save or torch.compiler.is_compiling():
-        o, S, R, *_ = _attend(*inputs, cu_seqlens, *words)
+        o, S, R, *_ = run(*arguments)
     else:  # past autograd, which would find nothing to do: a fifth of what a call costs outside the kernel
         with torch._C._AutoDispatchBelowAutograd():
-            o, S, R, *_ = torch.ops.rla.attend.default(*inputs, cu_seqlens, *words)
+            o, S, R, *_ = run(*arguments)
     return o, State(S, R if method.has_R else None)
 
 

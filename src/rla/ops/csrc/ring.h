@@ -37,7 +37,7 @@ struct Ring {  // of zeros at first
     for (int64_t slot = 0; slot < SLOTS; ++slot) {
       for (int i = 0; i < GROUP; ++i) own[slot][i].carve_own(m, p, false, i ? own[slot] + i - 1 : nullptr);
       carve_common(p, own[slot], slot);
-      own[slot]->t = -1;
+      own[slot]->t = -1;  // of no token yet
     }
   }
 
@@ -47,7 +47,7 @@ struct Ring {  // of zeros at first
     if (claimed.get() < n + AHEAD) prepare_next(p, task, own);
     while (ready[n % SLOTS].get() != n + 1)
       if (!prepare_next(p, task, own)) sched_yield();
-    if (group->t != n * GROUP * C) join_group(p, task, group, n * GROUP * C);
+    if (group->t != n * GROUP * C) join_group(p, task, group, n * GROUP * C);  // else this thread has prepared it
     return group;
   }
   void leave(int64_t n, int64_t part) { done[part].set(n + 1); }
