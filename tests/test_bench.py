@@ -262,7 +262,7 @@ def test_wrong_options_are_named(tmp_path, capsys, run, options, message, monkey
 
 
 def test_a_backend_for_another_device_is_left_out(tmp_path, capsys, monkeypatch):
-    """Where triton is installed a default choice of backends has it, whatever the device."""
+    """Where there is a GPU a default choice of backends has triton, whatever --device says."""
     every = {name: dataclasses.replace(b, usable=True) for name, b in rla.backends().items()}
     monkeypatch.setattr(kernels, "known_backends", lambda: every)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -1,5 +1,6 @@
 """Importing is cheap and needs torch alone; the command line; the backends and the doctor."""
 
+import dataclasses
 import importlib
 import subprocess
 import sys
@@ -38,6 +39,20 @@ def test_backends_say_why():
     assert rows["chunked"].usable
     assert rows["reference"].usable
     assert all(row.reason for row in rows.values())
+
+
+def test_triton_without_a_gpu_is_not_usable(monkeypatch):
+    installed = dataclasses.replace(backends.BACKENDS["triton"], missing=None)
+    monkeypatch.setitem(backends.BACKENDS, "triton", installed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    row = rla.backends()["triton"]
+    assert (row.usable, row.reason) == (False, "torch sees no GPU")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert rla.backends()["triton"].usable
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert rla.backends()["triton"].usable
 
 
 def fake_backend(monkeypatch, missing=None, refusal=None):

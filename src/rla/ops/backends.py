@@ -64,7 +64,10 @@ def backends() -> dict[str, BackendStatus]:
     """Which backends can be used on this machine, and why the others can't."""
     rows = {}
     for name, backend in BACKENDS.items():
-        rows[name] = BackendStatus(name, backend.missing is None, backend.missing or backend.summary)
+        why = backend.missing
+        if why is None and backend.devices == ("cuda",) and not (torch.cuda.is_available() or triton.interpreted()):
+            why = "torch sees no GPU"
+        rows[name] = BackendStatus(name, why is None, why or backend.summary)
     rows["reference"] = BackendStatus("reference", True, "the paper's recurrence token by token; slow, exact, for checking")
     return rows
 
